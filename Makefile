@@ -134,7 +134,8 @@ $(READERS): pyproject.toml | setup
 
 test-files: setup $(READERS)
 	@PYTHONPATH=$(CURDIR)/$(READERS) $(BIN)/python tests/run.py --all -n 1,2,3,4 \
-		tests/io tests/fem/test_mesh_readers.py 'tests/test_docs.py::test_python[files.md-2]'
+		tests/io tests/fem/test_mesh_readers.py \
+		tests/applications/test_file_table.py 'tests/test_docs.py::test_python[files.md-2]'
 
 # Root, or user namespaces: nothing of this machine's network is touched.
 test-hosts: setup

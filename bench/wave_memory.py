@@ -52,7 +52,7 @@ def measure(o: argparse.Namespace) -> None:
     common: dict[str, Any] = {"dt": case.DT, "steps": o.steps, "pml": case.PML[o.axes]}
     if keep in ("all", "boundary") or keep.isdigit():
         common["checkpoints"] = int(keep) if keep.isdigit() else keep
-    if keep == "memory" or keep.isdigit():
+    if keep == "memory":
         common["memory"] = int(o.budget)
     place, _, precision = keep.rpartition("-")
     if precision.isdigit() and place:  # states in files

@@ -96,9 +96,11 @@ def mpigrad_calls(o: argparse.Namespace) -> tuple[Calls, Callable[[str], None]]:
     def setting(comm: Any, shape: tuple[int, ...], pml: Any, steps: int) -> Any:
         """(model parameters of a P velocity, misfit of them and data) on a grid of `comm`."""
         grid = Grid(shape, (SPACING,) * axes, comm, dims=(comm.size, *(1,) * (axes - 1)))
-        common: dict[str, Any] = {"dt": DT, "steps": steps, "pml": pml, "threads": o.threads}
+        common: dict[str, Any] = {"dt": DT, "steps": steps, "pml": pml}
         if o.method:
             common["method"] = o.method
+        if o.method != "xla":
+            common["threads"] = o.threads
         height = 1.0 if o.physics == "acoustic" else FORCE * SPACING**axes
         wavelets = height * jnp.asarray(ricker(steps))[None, None]
         if o.physics == "acoustic":

@@ -95,7 +95,7 @@ FILES: dict[str, Callable[[pathlib.Path], Any]] = {
     ),
     "survey.npz": lambda path: np.savez(path, sources=np.ones((2, 2)), receivers=np.ones((3, 2))),
 }
-MODELS = [read_model, read_samples, lambda path: read_wavelets(path, 6)]
+MODELS = [read_model, read_samples, lambda path: read_wavelets(path, 6, 1e-3)]
 READERS: dict[str, list[Callable[[pathlib.Path], Any]]] = {
     "m.npy": MODELS,
     "m.npz": MODELS,
@@ -153,7 +153,7 @@ def test_arrays_of_all_kinds(tmp_path: pathlib.Path) -> None:
     ])  # fmt: skip
     names = st.sampled_from([
         "vp", "vs", "rho", "lambda", "mu", "spacing", "dx", "dy", "dt", "nt", "source", "receiver",
-        "sources", "receivers", "coordinates", "values", "mask", "wavelets",
+        "sources", "receivers", "coordinates", "values", "mask", "wavelets", "t", "units",
     ])  # fmt: skip
 
     @many

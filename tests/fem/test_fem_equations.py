@@ -120,6 +120,15 @@ def test_rotations_with_densities_of_all_sizes(comm):
         assert int(found.stats["num_steps"]) < 100
 
 
+@pytest.mark.ranks(2)
+def test_settings_of_newton_are_errors_if_the_equation_is_linear(comm):
+    space = fem.Space(fem.box((3, 2), (1.0, 1.0), comm=comm))
+    equation = fem.Energy(space, lambda p: p.grad @ p.grad)()
+    for settings in ({"atol": 1e-8}, {"max_steps": 9}, {"rtol": 1e-4, "solver": sparse.PCG()}):
+        with pytest.raises(ValueError, match=f"{next(iter(settings))}=.* the equation is linear"):
+            fem.solve(equation, space.fixed("xmin"), **settings)
+
+
 def test_near_null_is_refused_where_it_has_no_vectors(comm):
     if not sparse.hypre_available():
         pytest.skip("hypre is not installed")

@@ -28,6 +28,7 @@ from mpigrad.optimize import (
     global_norm,
     inner_products,
     minimize,
+    multi_start,
 )
 
 
@@ -300,8 +301,14 @@ def test_rejects_invalid_arguments(comm, directory):
     refused(OSError, "No such file", x0, history=directory / "absent" / "history")
     with pytest.raises(ValueError, match="StrongWolfe: decrease"):
         StrongWolfe(0.5, 0.1)
+    own = Objective(parabola, x0, replicated=True, comm=comm)
     with pytest.raises(ValueError, match="already made"):
-        minimize(Objective(parabola, x0, replicated=True, comm=comm), x0, sharded=True)
+        minimize(own, x0, sharded=True)
+    other = comm.dup()
+    with pytest.raises(ValueError, match="minimize: comm has no effect with an Objective"):
+        minimize(own, x0, comm=other)
+    with pytest.raises(ValueError, match="multi_start: comm has no effect with an Objective"):
+        multi_start(own, [x0], comm=other)
 
     refused(TypeError, "needs products with the Hessian", x0, NewtonCG(), f=None,
             value_and_grad=jax.value_and_grad(parabola))  # fmt: skip

@@ -213,6 +213,8 @@ def test_rejects_invalid_losses_on_all_ranks(comm):
         trainer(network("float64") | {"bias": jnp.zeros(3, int)}, optax.sgd(0.1), loss)
     with pytest.raises(TypeError, match="expected an optax optimizer"):
         trainer(network("float64"), None, loss)
+    with pytest.raises(TypeError, match="optimizer has no effect with a Replica, got"):
+        trainer(Linear(), optax.sgd(0.1))
     training = trainer(
         network("float64"), optax.sgd(0.1), lambda p, x: x @ p["in"], weight=lambda x: len(x) / 2
     )

@@ -19,6 +19,7 @@ from mpigrad.fem.grouping import repeated_rows, row_groups
 from mpigrad.fem.mesh import Mesh
 from mpigrad.fem.packages import import_package
 from mpigrad.fem.reference import CELL_TYPES
+from mpigrad.fem.xml_meshes import check_content, check_file
 
 __all__ = ["read_mesh"]
 
@@ -50,7 +51,8 @@ def read_mesh(
     of physical groups are names of tags. A cell or a facet in several physical groups has all of
     their tags. A cell that the file has once for each of its tags, as gmsh writes format 2.2, is
     one cell, and `cell_ids` counts it once. Named sets of cells of Abaqus and families of MED are
-    names of tags too, whose integers `fem.read_mesh` chooses.
+    names of tags too, whose integers `fem.read_mesh` chooses. A `.vtu` file has one piece without
+    ghost cells, and an `.xdmf` file one grid, whose indices count from 0 (no `BaseOffset`).
 
     Parameters
     ----------
@@ -275,11 +277,12 @@ def _read(path: pathlib.Path) -> tuple[Any, GmshGroups | None]:
     meshio = import_package("meshio", _NAME)
     if not path.is_file():
         raise FileNotFoundError(f"{_NAME}: the file {path} does not exist. Check the path.")
+    check_file(_NAME, path)
     printed = io.StringIO()
     try:
         # meshio prints errors, and ends the program.
         with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed):
-            return meshio.read(path), read_gmsh_groups(path)
+            content, gmsh = meshio.read(path), read_gmsh_groups(path)
     except ImportError as error:  # h5py, for XDMF
         raise ImportError(
             f"{_NAME}: meshio needs another package for {path} ({error}). Install it with pip "
@@ -293,6 +296,8 @@ def _read(path: pathlib.Path) -> tuple[Any, GmshGroups | None]:
             f"{_NAME}: expected a mesh that meshio can read, got {path} ({reason}). "
             f"{_remedy(path, reason)}"
         ) from error
+    check_content(_NAME, path, content)
+    return content, gmsh
 
 
 def _remedy(path: pathlib.Path, reason: str) -> str:

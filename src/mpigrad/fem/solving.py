@@ -35,7 +35,7 @@ def solve(
     solver: LinearSolver | None = None,
     rtol: float | None = None,
     atol: float = 0.0,
-    max_steps: int = 50,
+    max_steps: int | None = None,
     throw: bool = True,
 ) -> Solution:
     """Find the field whose residual is zero at all unknowns that are not fixed (collective).
@@ -59,8 +59,10 @@ def solve(
         The `LinearSolver` of the linear systems. Default: for energies `PCG`, else `GMRES`, with
         BoomerAMG, or with Jacobi's preconditioner if hypre is missing or the field is in float32.
     rtol, atol, max_steps
-        Of Newton's method. The default solver takes `rtol`, too. Default of `rtol`: 1e-8, or 1e-5
-        for fields in float32.
+        Of Newton's method: |residual| <= max(atol, rtol |first residual|) in at most `max_steps`
+        steps, by default 50. The default solver takes `rtol`, too. Default of `rtol`: 1e-8, or 1e-5
+        for fields in float32. A linear equation has no Newton steps, so with it `atol` and
+        `max_steps` are errors, and so is `rtol` with a `solver`, which has its own.
     throw
         Raise an error on every rank if no solution is found.
 
@@ -71,7 +73,8 @@ def solve(
     Raises
     ------
     TypeError, ValueError
-        On all ranks: if `fixed` is not such a mask, or `equation` is not an `Equation`.
+        On all ranks: if `fixed` is not such a mask, `equation` is not an `Equation`, or a tolerance
+        has no effect, because the equation is linear.
     jax.errors.JaxRuntimeError
         On all ranks: if no solution is found and `throw` is true. Also if the equation is linear
         and the fixed unknowns leave a constant, or a rigid motion of a displacement, free in a
@@ -98,6 +101,8 @@ def solve(
             "parameters, as in fem.solve(energy(k), fixed)."
         )
     space = equation.space
+    if equation.is_linear:
+        _check_linear(solver, rtol=rtol, atol=atol or None, max_steps=max_steps)
     mask = _mask(space, fixed)
     _check_field(space, "values", values)
     _check_field(space, "u0", u0)
@@ -136,8 +141,19 @@ def solve(
 
     return newton(
         residual, jax.lax.stop_gradient(start), solver, jacobian=jacobian, rtol=rtol, atol=atol,
-        max_steps=max_steps, throw=throw, comm=space.mesh.comm,
+        max_steps=50 if max_steps is None else max_steps, throw=throw, comm=space.mesh.comm,
     )  # fmt: skip
+
+
+def _check_linear(solver: LinearSolver | None, **given: float | None) -> None:
+    """Raise a ValueError if a setting of Newton's method is given for a linear equation."""
+    for name, value in given.items():
+        if value is not None and (name != "rtol" or solver is not None):
+            raise ValueError(
+                f"fem.solve: {name}={value} has no effect, because the equation is linear and is "
+                f"solved by {'one linear solve' if solver is None else type(solver).__name__}. "
+                "Give the tolerance and the steps to the solver, as in solver=PCG(rtol=1e-10)."
+            )
 
 
 @jit_local(static_argnames=("shape", "dtype"))

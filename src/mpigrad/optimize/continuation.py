@@ -87,8 +87,9 @@ def continuation(
         x = solutions[-1].value if solutions else x0
         if solutions and transfer is not None:
             x = transfer(index, x)
+        own = None if isinstance(f, Objective) else comm  # an Objective has its own
         try:
-            solution = minimize(f, x, each, comm=comm, **numbered_settings(settings, index))
+            solution = minimize(f, x, each, comm=own, **numbered_settings(settings, index))
         except MinimizeError as error:
             error.earlier = tuple(solutions)
             raise

@@ -31,7 +31,7 @@ from mpigrad.optimize.unknowns import Vector
 from mpigrad.profiling.progress_bar import Progress
 from mpigrad.solution import Result, Solution
 
-__all__ = ["minimize"]
+__all__ = ["communicator_of", "minimize"]
 
 
 def minimize(
@@ -165,7 +165,7 @@ def minimize(
     >>> print(solution.value, solution.result.name, solution.stats["num_steps"])
     [2. 2. 2.] SUCCESSFUL 2
     """
-    comm = f.unknowns.comm if isinstance(f, Objective) else resolve(comm)
+    comm = communicator_of(f, comm, "minimize")
     with raise_on_all_ranks(comm):
         _check(method, max_steps, (rtol, atol, ftol), batch)
         residuals = method.residuals
@@ -234,6 +234,19 @@ def minimize(
     if throw:
         raise_failure(solution)
     return solution
+
+
+def communicator_of(f: Any, comm: Communicator | None, function: str) -> Communicator:
+    """Return the communicator of a run, that of f if it is an Objective."""
+    if not isinstance(f, Objective):
+        return resolve(comm)
+    own = f.unknowns.comm
+    if comm is not None and comm.slot != own.slot:
+        raise ValueError(
+            f"{function}: comm has no effect with an Objective, which has its own communicator. "
+            "Leave comm out."
+        )
+    return own
 
 
 class _Unevaluated:

@@ -9,10 +9,10 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from mpigrad.collective_errors import assert_same_on_all_ranks
-from mpigrad.communicator import Communicator, resolve
+from mpigrad.communicator import Communicator
 from mpigrad.optimize.lbfgs import LBFGS
 from mpigrad.optimize.method import Method
-from mpigrad.optimize.minimize import minimize
+from mpigrad.optimize.minimize import communicator_of, minimize
 from mpigrad.optimize.objective import Objective
 from mpigrad.solution import Result, Solution
 
@@ -92,7 +92,7 @@ def multi_start(
     >>> runs.best is runs.solutions[1]
     True
     """
-    comm = f.unknowns.comm if isinstance(f, Objective) else resolve(comm)
+    comm = communicator_of(f, comm, "multi_start")
     assert_same_on_all_ranks(comm, len(starts), "multi_start: the count of starts")
     if starts and not isinstance(f, Objective):  # compiled once for all of them
         about = {name: settings.pop(name) for name in _OBJECTIVE if name in settings}

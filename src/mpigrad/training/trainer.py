@@ -43,7 +43,7 @@ def trainer(
     ----------
     model
         A `torch.nn.Module`, or a pytree of floating-point JAX or NumPy arrays, or your own
-        `Replica` (then omit optimizer and loss).
+        `Replica` (then omit optimizer, loss and weight).
     optimizer
         A `torch.optim.Optimizer` over the parameters of a module, or an
         `optax.GradientTransformation` for a pytree.
@@ -103,6 +103,13 @@ def _space(comm: Communicator) -> Communicator:
 
 def _replica(model: Any, optimizer: Any, loss: Any, weight: Any) -> Replica:
     if isinstance(model, Replica):
+        given = {"optimizer": optimizer, "loss": loss, "weight": weight}
+        for name, value in given.items():
+            if value is not None:
+                raise TypeError(
+                    f"trainer: {name} has no effect with a Replica, got {value!r}. Leave {name} "
+                    "out."
+                )
         return model
     if not callable(loss):
         raise TypeError(

@@ -14,7 +14,7 @@ from jax.core import Tracer
 from mpigrad.grid.grid import Grid
 from mpigrad.waves.absorbing import WaveTile
 from mpigrad.waves.checkpoints import check_checkpoints
-from mpigrad.waves.history import check_history
+from mpigrad.waves.options import check_options
 from mpigrad.waves.survey import Survey
 
 __all__ = [
@@ -23,18 +23,8 @@ __all__ = [
     "check_state",
     "check_tiles",
     "check_wavelets",
-    "is_native",
     "warn_of_units",
 ]
-
-
-def is_native(method: str | None) -> bool:
-    """Return whether a method, None for the default, stands for the native kernels.
-
-    They compute on CPUs.
-    """
-    default = "native" if jax.default_backend() == "cpu" else "xla"
-    return (method or default) == "native"
 
 
 def check_settings(
@@ -70,9 +60,8 @@ def check_settings(
     if model.method not in (None, "native", "xla"):
         raise ValueError(f'{name}: method must be "native", "xla" or None, got {model.method!r}.')
     model.tile.check(reach, axes)
-    native = is_native(model.method) and (model.grid.ndim == 2 or name == "Acoustic")
-    check_checkpoints(model.checkpoints, name, native=native)
-    check_history(model.memory, model.checkpoints, name, native=is_native(model.method))
+    check_checkpoints(model.checkpoints, name)
+    check_options(name, model)
 
 
 _SMALL = 100  # times smaller than the largest stable step

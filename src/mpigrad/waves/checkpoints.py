@@ -11,19 +11,13 @@ Checkpoints = int | Literal["all", "boundary"] | None
 _CODES = {None: 0, "all": -1, "boundary": -2}  # as in native/waves/tile.h
 
 
-def check_checkpoints(checkpoints: object, name: str, *, native: bool) -> None:
-    """Raise a ValueError of the model `name` unless its kernels support these checkpoints."""
+def check_checkpoints(checkpoints: object, name: str) -> None:
+    """Raise a ValueError of the model `name` if these are not checkpoints."""
     counted = isinstance(checkpoints, int) and not isinstance(checkpoints, bool) and checkpoints > 0
     if not (counted or checkpoints in (None, "all", "boundary")):
         raise ValueError(
             f'{name}: checkpoints must be a positive number of steps, "all", "boundary" or None, '
             f"got {checkpoints!r}."
-        )
-    if checkpoints == "boundary" and not native:
-        raise ValueError(
-            f'{name}: checkpoints="boundary" needs the native kernels, which run on CPUs: for '
-            "acoustic waves of constant density, or for elastic waves on two axes. Otherwise give "
-            "a number of steps."
         )
 
 

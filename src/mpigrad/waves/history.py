@@ -6,7 +6,7 @@ import dataclasses
 import os
 from typing import Literal
 
-__all__ = ["History", "Memory", "check_history", "history_of"]
+__all__ = ["History", "Memory", "history_of"]
 
 _PRECISIONS = {None: 0, "bfloat16": 1, "float16": 2}  # Precision in native/waves/packing.h
 
@@ -91,20 +91,3 @@ Memory = int | History | None
 def history_of(memory: Memory) -> History:
     """Return the history that a model's `memory` stands for."""
     return memory if isinstance(memory, History) else History(memory)
-
-
-def check_history(memory: Memory, checkpoints: object, name: str, *, native: bool) -> None:
-    """Raise a ValueError of the model `name` unless its kernels can store this history."""
-    history = history_of(memory)
-    if history.precision is None and history.directory is None:
-        return
-    if not native:
-        raise ValueError(
-            f"{name}: memory={history} needs the native kernels. Leave precision and directory "
-            'out with method="xla", and where the kernels lack the case.'
-        )
-    if checkpoints == "boundary":
-        raise ValueError(
-            f'{name}: memory={history} does not go with checkpoints="boundary", which stores no '
-            "histories of steps. Give one of both."
-        )

@@ -18,11 +18,14 @@ from mpigrad_apps.shots.experiment import (
     Fields,
     default_model,
     experiment_of,
+    require_distances,
     speeds_of,
 )
 from mpigrad_apps.shots.model_files import SEGY, read_array, read_model, read_samples
 from mpigrad_apps.shots.physics import Physics
+from mpigrad_apps.shots.time_axes import require_interval
 from mpigrad_apps.shots.units import warn_of_units
+from mpigrad_apps.shots.zarr_files import unit_factor
 
 __all__ = [
     "BLUR",
@@ -142,6 +145,7 @@ def depth(experiment: Experiment) -> Float[np.ndarray, " cells"]:
 def _read_start(path: pathlib.Path, experiment: Experiment) -> Fields:
     file = read_model(path, experiment.shape)
     require_spacing(path, file.spacing, experiment.spacing)
+    require_distances("--initial", path, file, experiment.spacing)
     return file.fields
 
 
@@ -202,9 +206,8 @@ def read_data(
         )
     if not np.all(np.isfinite(data)):
         raise ValueError(f"--data: {path} has values that are not finite. Check the file.")
-    if samples.interval is not None and abs(samples.interval[0] - dt) > samples.interval[1]:
-        raise ValueError(
-            f"--data: {path} has samples every {samples.interval[0]:g} s, this run every {dt:g} s. "
-            f"Use --dt {samples.interval[0]!r}."
-        )
+    require_interval("--data", path, samples.interval, dt)
+    if samples.unit is not None:
+        kind = "modulus" if components == 1 else "velocity"  # pressures have its units
+        data = data * unit_factor(path, "gathers", samples.unit, kind)
     return data.reshape(shape)

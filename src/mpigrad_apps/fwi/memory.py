@@ -10,8 +10,8 @@ from mpigrad.collective_errors import raise_on_all_ranks
 from mpigrad.communicator import Communicator
 from mpigrad.grid import Grid
 from mpigrad.waves.absorbing import WaveTile
-from mpigrad.waves.arguments import is_native
 from mpigrad.waves.native_run import default_memory
+from mpigrad.waves.options import is_native
 from mpigrad_apps.fwi.inputs import BLUR
 from mpigrad_apps.fwi.layout import TileLayout, wider
 from mpigrad_apps.fwi.parametrization import cut_off

@@ -8,6 +8,7 @@ import pathlib
 from typing import ClassVar, Literal
 
 from mpigrad_apps.earlier_run import OutputCheck
+from mpigrad_apps.option_effects import check_effects
 from mpigrad_apps.shots.options import WaveOptions, exists
 
 __all__ = ["Settings"]
@@ -133,6 +134,14 @@ class Settings(OutputCheck, WaveOptions):
             )
         for option in ("initial", "data", "mask"):
             exists(f"--{option}", getattr(self, option))
+        check_effects(
+            self,
+            (self.physics == "acoustic", "--physics acoustic", "order"),
+            (self.physics == "elastic", "--physics elastic", "source"),
+            (self.unknown == "network", "--unknown network", "fineness"),
+            (self.unknown == "cells", "--unknown cells", "smoothing"),
+            (self.data is None, "no --data", "noise"),
+        )
 
     def bounds_by_field(self) -> dict[str, tuple[float, float]]:
         """Return the given bounds by field."""

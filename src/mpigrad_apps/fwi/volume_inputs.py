@@ -31,6 +31,7 @@ from mpigrad_apps.shots.experiment import (
     Fields,
     Speeds,
     experiment_of,
+    require_distances,
     spacing_of,
     speeds_of,
 )
@@ -102,7 +103,9 @@ def find_volumes(settings: Settings) -> Volumes | None:
     if initial is not None:
         initial.require_shape(model.shape, "--initial")
         assert settings.initial is not None
-        require_spacing(settings.initial, initial.spacing, spacing_of(settings, model))
+        spacing = spacing_of(settings, model)
+        require_spacing(settings.initial, initial.spacing, spacing)
+        require_distances("--initial", settings.initial, initial, spacing)
     mask = None
     if settings.mask is not None:
         mask = open_volume(settings.mask, "mask")

@@ -8,6 +8,7 @@ import pathlib
 from typing import Literal
 
 from mpigrad_apps.earlier_run import OutputCheck
+from mpigrad_apps.option_effects import check_effects
 
 __all__ = ["Settings"]
 
@@ -87,3 +88,11 @@ class Settings(OutputCheck):
             file = getattr(self, option)
             if file is not None and not file.is_file():
                 raise FileNotFoundError(f"--{option}: there is no file {file}")
+        inverse = "observed noise smoothing iterations memory budget seed restart"
+        recovers = self.unknown != "nothing"
+        check_effects(
+            self,
+            (recovers, "--unknown cells or --unknown network", inverse),
+            (not recovers, "--unknown nothing", "frames"),
+            (self.model is None, "no --model", "kappa"),
+        )

@@ -270,6 +270,9 @@ def _draw(grid: Grid, seed: int, stream: int, distribution) -> NDArray:  # type:
     return np.asarray(draw(seed, grid.natural_ids().ravel())).reshape(grid.local_shape)
 
 
+_FIELDS = ("coordinates", "values", "source")
+
+
 @dataclasses.dataclass(frozen=True)
 class Data:
     """A user's observations: coordinates (k, 2), values (k,), source () or (nx, ny)."""
@@ -283,7 +286,8 @@ def read_data(path: pathlib.Path, grid: Grid) -> Data:
     """Read and check a user's data file on rank 0, and send it to all ranks (collective).
 
     The .npz file has `coordinates` (k, 2) in the unit square, `values` (k,) and `source`, a number
-    or an array (nx, ny). It may have `mask` (k,), which is True for the observations to use.
+    or an array (nx, ny). It may have `mask` (k,), which is True for the observations to use. Other
+    fields are errors.
 
     Raises
     ------
@@ -317,14 +321,20 @@ def _read_and_check(path: pathlib.Path, cells: tuple[int, ...]) -> Data:
         raise
     except Exception as error:  # zipfile, pickle and NumPy each have errors of their own
         raise ValueError(f"{path} cannot be read as an .npz file: {error}. {help_text}") from error
-    missing = [name for name in ("coordinates", "values", "source") if name not in fields]
+    missing = [name for name in _FIELDS if name not in fields]
     if missing:
         raise ValueError(
             f"{path}: there is no field named {' or '.join(missing)} (found: "
             f"{', '.join(fields) or 'no fields'}). {help_text}"
         )
+    unknown = [name for name in fields if name not in (*_FIELDS, "mask")]
+    if unknown:
+        raise ValueError(
+            f"{path}: expected the fields {', '.join(_FIELDS)} and mask, got {unknown[0]}, which "
+            f"is not applied. Leave it out. {help_text}"
+        )
     arrays = {}
-    for name in ("coordinates", "values", "source"):
+    for name in _FIELDS:
         try:
             if np.iscomplexobj(fields[name]):
                 raise TypeError(name)
@@ -333,7 +343,7 @@ def _read_and_check(path: pathlib.Path, cells: tuple[int, ...]) -> Data:
             raise ValueError(
                 f"{path}: {name} must be an array of real numbers, got dtype {fields[name].dtype}."
             ) from None
-    coordinates, values, source = (arrays[n] for n in ("coordinates", "values", "source"))
+    coordinates, values, source = (arrays[name] for name in _FIELDS)
     if coordinates.ndim != 2 or coordinates.shape[1] != 2:
         raise ValueError(f"{path}: coordinates must have shape (k, 2), got {coordinates.shape}.")
     if values.shape != coordinates.shape[:1]:

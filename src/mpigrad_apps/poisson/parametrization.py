@@ -96,7 +96,13 @@ class CellValues(Parametrization):
 
     def _read(self, path: pathlib.Path) -> Float[np.ndarray, "nx ny"]:
         try:
-            kappa = np.asarray(np.load(path, allow_pickle=False), float)
+            kappa = np.load(path, allow_pickle=False)
+            if not isinstance(kappa, np.ndarray):
+                with kappa:
+                    raise TypeError(f"expected one array, got the arrays {', '.join(kappa)}")
+            if kappa.dtype.kind not in "iuf":
+                raise TypeError(f"expected real numbers, got {kappa.dtype}")
+            kappa = kappa.astype(float)
         except Exception as error:
             raise ValueError(
                 f"{path} cannot be read as an .npy file: {error}. Write it with numpy.save."

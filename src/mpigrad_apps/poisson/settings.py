@@ -8,6 +8,7 @@ import pathlib
 from typing import Literal
 
 from mpigrad_apps.earlier_run import OutputCheck
+from mpigrad_apps.option_effects import check_effects
 
 __all__ = ["Settings"]
 
@@ -93,3 +94,4 @@ class Settings(OutputCheck):
         for option, file in (("--data", self.data), ("--restart", self.restart)):
             if file is not None and not file.is_file():
                 raise FileNotFoundError(f"{option}: there is no file {file}")
+        check_effects(self, (self.data is None, "no --data", "truth source observed noise"))

@@ -7,6 +7,7 @@ import dataclasses
 import math
 import os
 import pathlib
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from typing import NamedTuple
 
@@ -19,7 +20,17 @@ _COLUMNS = ("id", "time", "amt", "dv")
 # If one of these is not 0, or not 0 or 1 in the second group, the row needs another model.
 _OTHER_MODELS = ("rate", "dur", "tinf", "ss", "ii", "addl", "cens", "blq", "bloq", "ltbs")
 _OTHER_KINDS = ("dvid", "ytype", "adm")
+_DATES = ("date", "dat1", "dat2", "dat3")
+_UNITS = {
+    "time": {"h": 1.0, "hr": 1.0, "hour": 1.0, "hours": 1.0, "min": 1 / 60, "d": 24.0, "day": 24.0,
+             "days": 24.0},
+    "amt": {"mg": 1.0, "g": 1e3, "ug": 1e-3},
+    "dv": {"mg/l": 1.0, "ug/ml": 1.0, "ng/ml": 1e-3, "ug/l": 1e-3},
+    "wt": {"kg": 1.0, "g": 1e-3},
+}  # fmt: skip
+_UNIT_COLUMNS = {f"{name}{end}": name for name in _UNITS for end in ("u", "_unit", "_units")}
 _ABSENT = ("", ".", "na", "nan")
+_BRACKETS = re.compile(r"^(?P<name>.*?)\s*(?:[(\[]\s*(?P<unit>.*?)\s*[)\]])?$", re.DOTALL)
 _SHORTEST = 16  # smallest padded number of concentrations
 
 
@@ -112,19 +123,24 @@ def read_patients(path: str | os.PathLike[str]) -> Cohort:
     - `wt`: the body weight in kg, in at least one row of each patient. Without this column the
       weight is 70 kg.
 
+    A unit may follow the name of a column in brackets, as in "dv (ng/mL)", or be in a column of its
+    own, as `dvu` or `dv_unit`: h, min or day, mg, g or ug, mg/L, ug/mL, ug/L or ng/mL, kg or g.
+
     A row has a dose or a concentration. The other value is empty, ".", or 0 for `amt`. The columns
     `evid` (0: a measurement, 1: a dose), `mdv` (0 or 1) and `cmt` (1 for a dose, 1 or 2 for a
     concentration) are checked if they are present. Some columns belong to other models: rate, dur,
-    tinf, ss, ii, addl, cens, blq, bloq and ltbs must be 0, and dvid, ytype and adm 0 or 1. Other
-    columns are ignored.
+    tinf, ss, ii, addl, cens, blq, bloq and ltbs must be 0, and dvid, ytype and adm 0 or 1. Dates
+    (date, dat1, ...) and rows that the column `c` marks to be left out are errors. Other columns
+    are ignored.
 
     Raises
     ------
     ValueError
-        If the file is not CSV in UTF-8, a column is missing or present twice, a value is not a
-        number, a time is not finite, a concentration is not positive or not after the first dose, a
-        weight changes, a patient has no dose, concentration or weight, a row contradicts itself, or
-        an event needs another model. The message names the file and the line.
+        If the file is not CSV in UTF-8, a column is missing or present twice, a unit is unknown, a
+        value is not a number, a time is not finite, a concentration is not positive or not after
+        the first dose, a weight changes, a patient has no dose, concentration or weight, a row
+        contradicts itself, or an event needs another model. The message names the file and the
+        line.
     """
     path = pathlib.Path(path)
     events: dict[str, list[tuple[float, float, float]]] = {}  # (time, dose or NaN, concentration)
@@ -158,13 +174,22 @@ def _rows(path: pathlib.Path) -> Iterator[tuple[str, dict[str, str]]]:
     try:
         with path.open(newline="", encoding="utf-8-sig") as file:
             rows = csv.reader(file, strict=True)
-            header = [name.strip().lower() for name in next(rows, [])]
+            parts = [_BRACKETS.match(name.strip().lower()) for name in next(rows, [])]
+            header = [part["name"] for part in parts if part]
+            units = {f"{p['name']} unit": p["unit"] for p in parts if p and p["unit"]}
             missing = [name for name in _COLUMNS if name not in header]
             if missing:
+                commas = " Separate the values by commas." * (len(header) == 1)
                 raise ValueError(
                     f"{path}: there is no column {', '.join(missing)}. The header has "
-                    f"{', '.join(header) or 'no columns'}."
+                    f"{', '.join(header) or 'no columns'}.{commas}"
                 )
+            for name in ("unit", "units"):
+                if name in header:
+                    raise ValueError(
+                        f"{path}: expected units in columns such as dvu, got a column {name}. Name "
+                        "it after the column whose unit it has."
+                    )
             for name in header:
                 if name and header.count(name) > 1:
                     raise ValueError(
@@ -179,9 +204,30 @@ def _rows(path: pathlib.Path) -> Iterator[tuple[str, dict[str, str]]]:
                         f"{where}: expected {len(header)} values, one for each column, got "
                         f"{len(values)}."
                     )
-                yield where, dict(zip(header, (value.strip() for value in values), strict=True))
+                row = dict(zip(header, (value.strip() for value in values), strict=True))
+                _check_row(row, where)
+                of_row = {
+                    f"{name} unit": row[column]
+                    for column, name in _UNIT_COLUMNS.items()
+                    if row.get(column, "").lower() not in _ABSENT
+                }
+                yield where, row | units | of_row
     except (UnicodeDecodeError, csv.Error) as error:
         raise ValueError(f"{path} is not a CSV file in UTF-8: {error}.") from None
+
+
+def _check_row(row: Mapping[str, str], where: str) -> None:
+    """Raise an error if a row has a date, or is one to be left out."""
+    for column in _DATES:
+        if row.get(column, "").lower() not in _ABSENT:
+            raise ValueError(
+                f"{where}: {column}: expected times in h since one start in the column time, got "
+                f"the date {row[column]}. Convert them, and leave {column} out."
+            )
+    if row.get("c", "").lower() not in (*_ABSENT, "0"):
+        raise ValueError(
+            f"{where}: c = {row['c']} marks a row to be left out. Remove the row from the file."
+        )
 
 
 def _event(row: Mapping[str, str], where: str) -> tuple[float, float, float] | None:
@@ -232,9 +278,19 @@ def _number(row: Mapping[str, str], column: str, where: str) -> float | None:
     if text.lower() in _ABSENT:
         return None
     try:
-        return float(text.replace("_", "no digit"))  # Python would ignore an underscore
+        value = float(text.replace("_", "no digit"))  # Python would ignore an underscore
     except ValueError:
         raise ValueError(f"{where}: {column}: expected a number, got {text!r}.") from None
+    unit = row.get(f"{column} unit")
+    if unit is None or column not in _UNITS:
+        return value
+    factor = _UNITS[column].get(unit.lower().replace("µ", "u").replace("μ", "u"))
+    if factor is None:
+        raise ValueError(
+            f"{where}: {column}: expected one of the units {', '.join(_UNITS[column])}, got "
+            f"{unit!r}. Convert the column."
+        )
+    return factor * value
 
 
 def _patient(

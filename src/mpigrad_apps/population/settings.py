@@ -7,6 +7,7 @@ import math
 import pathlib
 
 from mpigrad_apps.earlier_run import OutputCheck
+from mpigrad_apps.option_effects import check_effects
 
 __all__ = ["Settings"]
 
@@ -77,3 +78,8 @@ class Settings(OutputCheck):
             raise ValueError(f"--seed: expected at least 0, got {self.seed}")
         if self.warmup < 20:
             raise ValueError(f"--warmup: expected at least 20, got {self.warmup}")
+        check_effects(
+            self,
+            (self.data is None, "no --data", "patients"),
+            (self.draws > 0, "--draws above 0", "chains warmup acceptance depth"),
+        )

@@ -9,6 +9,7 @@ import pathlib
 from typing import Literal
 
 from mpigrad_apps.earlier_run import OutputCheck
+from mpigrad_apps.option_effects import check_effects
 
 __all__ = ["Settings"]
 
@@ -97,3 +98,10 @@ class Settings(OutputCheck):
                 raise ValueError(f"--module: expected file.py:factory, got {self.module}")
             if not pathlib.Path(file).is_file():
                 raise FileNotFoundError(f"--module: there is no file {file}")
+        check_effects(
+            self,
+            ("synchronous" in self.mode, "--mode synchronous", "accumulate compression clip"),
+            ("asynchronous" in self.mode, "--mode asynchronous", "staleness scale_by_staleness"),
+            ("local" in self.mode, "--mode local", "every"),
+            (self.optimizer == "sgd", "--optimizer sgd", "momentum"),
+        )

@@ -7,6 +7,7 @@ import pathlib
 from typing import Literal
 
 from mpigrad_apps.earlier_run import OutputCheck
+from mpigrad_apps.option_effects import check_effects
 from mpigrad_apps.shots.options import WaveOptions
 
 __all__ = ["Settings"]
@@ -36,3 +37,4 @@ class Settings(OutputCheck, WaveOptions):
         super().check()
         if self.frames < 0:
             raise ValueError(f"--frames: expected 0 or more, got {self.frames}.")
+        check_effects(self, (self.frames > 0, "--frames above 0", "vtk"))

@@ -28,6 +28,7 @@ __all__ = [
     "limiting_velocity",
     "make_experiment",
     "p_velocity",
+    "require_distances",
     "slowest_velocity",
     "spacing_of",
     "speeds_of",
@@ -153,9 +154,15 @@ def spacing_of(options: WaveOptions, model: ModelFile | Volume) -> tuple[float, 
     Raises
     ------
     ValueError
-        If the option has another number of axes than the model, or other lengths than the file.
+        If the option has another number of axes than the model, or other lengths than the file, or
+        if --cells has other numbers than the file. The default of 10 m must fit a SEG-Y file, too.
     """
     axes = len(model.shape)
+    if options.cells not in (WaveOptions.cells, model.shape):
+        raise ValueError(
+            f"--cells: got {options.cells}, but {options.model or 'the model'} has {model.shape} "
+            "cells. Leave the option out."
+        )
     spacing = options.spacing or model.spacing or (10.0,) * axes
     if len(spacing) != axes:
         raise ValueError(
@@ -167,7 +174,20 @@ def spacing_of(options: WaveOptions, model: ModelFile | Volume) -> tuple[float, 
             f"--spacing: got {options.spacing}, but {options.model} has the spacing "
             f"{model.spacing}. Leave the option out."
         )
+    require_distances("--spacing", options.model, model, spacing)
     return spacing
+
+
+def require_distances(
+    option: str, path: Any, model: ModelFile | Volume, spacing: tuple[float, ...]
+) -> None:
+    """Raise a ValueError if the traces of a SEG-Y file have other distances than the cells."""
+    for h, found in zip(spacing, model.distances, strict=False):
+        if found is not None and abs(h - found[0]) > found[1]:
+            raise ValueError(
+                f"{option}: expected {found[0]:g} m, the distance of the traces of {path} in CDP_X "
+                f"and CDP_Y (bytes 181-188), got {h:g} m. Give the sizes of the cells by --spacing."
+            )
 
 
 def experiment_of(
@@ -206,7 +226,7 @@ def experiment_of(
     sources, receivers = survey_positions(options, own, spacing, model.shape)
     wavelets, file = ricker(peak, steps, dt)[None, None, :], None
     if options.wavelet is not None:
-        wavelets, file = read_wavelets(options.wavelet, steps), options.wavelet
+        wavelets, file = read_wavelets(options.wavelet, steps, dt), options.wavelet
     elif own and own.wavelets is not None and has_file_sources and options.frequency is None:
         wavelets, file = _resample(own, steps, dt), options.model
         wavelets = wavelets[select_evenly(options.shots, len(wavelets), "--shots")]

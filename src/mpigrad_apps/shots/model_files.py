@@ -16,8 +16,9 @@ from jaxtyping import Float
 from numpy.typing import NDArray
 
 from mpigrad_apps.shots.mat_files import read_mat
-from mpigrad_apps.shots.segy import SEGY, read_segy
-from mpigrad_apps.shots.zarr_files import axis_labels, decoded, even_step, unit_factor
+from mpigrad_apps.shots.segy import SEGY, Distance, SegyFile, read_segy, trace_distance
+from mpigrad_apps.shots.time_axes import in_order, require_interval, sample_interval
+from mpigrad_apps.shots.zarr_files import TIMES, axis_labels, decoded, even_step, unit_factor
 
 __all__ = [
     "FORMATS",
@@ -31,6 +32,7 @@ __all__ = [
     "read_model",
     "read_samples",
     "read_wavelets",
+    "real",
 ]
 
 FIELDS = ("vp", "vs", "rho", "lambda", "mu")
@@ -38,7 +40,6 @@ _MAY_BE_ZERO = ("vs", "lambda", "mu")  # in water
 _METADATA = ("spacing", "dt")  # not data
 _STEPS = ("dx", "dy", "dz")
 _DEPTHS = ("y", "depth", "z")  # y, as in files of two axes that mpigrad writes
-_TIMES = ("t", "time", "twt", "twtt")
 _LARGEST_ZARR = 1 << 26  # bytes of an array that may have no chunks in files
 _SMALLEST_CHUNK = 10_000  # times larger than its file
 FORMATS = ".npy, .npz, .mat, .sgy, .segy, .zarr"
@@ -81,11 +82,14 @@ class ModelFile:
         Size of the cells in m, None if it is not in the file.
     acquisition
         None if it is not in the file.
+    distances
+        Distances of traces along horizontal axes, from the coordinates of a SEG-Y file.
     """
 
     fields: Mapping[str, Float[np.ndarray, "nx ny"]]
     spacing: tuple[float, ...] | None = None
     acquisition: Acquisition | None = None
+    distances: tuple[Distance | None, ...] = ()
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -102,10 +106,13 @@ class Samples:
     interval
         Time between samples in s, and its uncertainty. None if it is not in the file. SEG-Y files
         have whole microseconds, rounded or truncated.
+    unit
+        The unit of the values, None if it is not in the file.
     """
 
     values: NDArray[np.float64]
     interval: tuple[float, float] | None
+    unit: str | None = None
 
 
 def read_model(path: pathlib.Path, shape: tuple[int, ...] | None = None) -> ModelFile:
@@ -143,26 +150,29 @@ def read_model(path: pathlib.Path, shape: tuple[int, ...] | None = None) -> Mode
             f"{contents.lines[0]} inlines and {contents.lines[1]} crosslines. Extract a section. "
             "Volumes: mpigrad run fwi."
         )
-    return _model(path, _with_units_and_axes(path, contents), shape)
+    model = _model(path, _with_units_and_axes(path, contents), shape)
+    distances = () if contents.segy is None else (trace_distance(path, contents.segy),)
+    return dataclasses.replace(model, distances=distances)
 
 
 def read_samples(path: pathlib.Path, name: str = "") -> Samples:
     """Read an array, and the time between its samples if it is in the file (on one rank).
 
     The array is that of an .npy file, the traces of a SEG-Y file, or the array of an .npz, .mat or
-    zarr file. If the file has several, it is the one with this name, apart from `spacing` and `dt`.
+    zarr file. If the file has several, it is the one with this name, apart from `spacing`, `dt` and
+    coordinates of the axes. Axes with the names of gathers are put into the order of `in_order`.
 
     Raises
     ------
     FileNotFoundError, ValueError, ImportError
-        If the file does not exist, does not have such an array, or its traces start later than at
-        0 s.
+        If the file does not exist, does not have such an array, or its samples do not start at 0 s.
     """
     contents = _read(path)
+    axes = {*TIMES, *(label for labels in contents.labels.values() for label in labels)}
     arrays = {
         key: array
         for key, array in contents.arrays.items()
-        if array.dtype.kind in "iuf" and key not in _METADATA
+        if array.dtype.kind in "iuf" and key not in _METADATA and key.lower() not in axes
     }
     if name not in arrays and len(arrays) != 1:
         called = f" called {name}" * bool(name)
@@ -178,14 +188,25 @@ def read_samples(path: pathlib.Path, name: str = "") -> Samples:
     chosen = name if name in arrays else next(iter(arrays))
     values = np.asarray(arrays[chosen], float)
     labels = contents.labels.get(chosen, ())
-    if len(labels) == 2 and _is_turned(path, chosen, labels):
+    if set(labels) & set(TIMES):
+        values = in_order(path, chosen, values, labels)
+    elif len(labels) == 2 and _is_turned(path, chosen, labels):
         values = values.T
+    samples = values.shape[-1] if values.ndim else 0
+    times = sample_interval(path, samples, contents.arrays, contents.units)
     interval, dt = contents.interval, contents.arrays.get("dt")
     if interval is None and dt is not None and dt.size == 1:
         if dt.dtype.kind not in "iuf":
             raise ValueError(f"{path}: expected dt as a number, got {dt.dtype}. Check the file.")
         interval = float(dt.item()), 1e-6 * float(dt.item())
-    return Samples(values, interval)
+    if times is not None:
+        if interval is not None and abs(times[0] - interval[0]) > times[1]:
+            raise ValueError(
+                f"{path}: expected one interval, got dt {interval[0]:g} s and {times[0]:g} s from "
+                "the times of the samples. Correct one of them."
+            )
+        interval = interval or times
+    return Samples(values, interval, contents.units.get(chosen))
 
 
 def read_array(path: pathlib.Path, name: str = "") -> NDArray[np.float64]:
@@ -193,7 +214,9 @@ def read_array(path: pathlib.Path, name: str = "") -> NDArray[np.float64]:
     return read_samples(path, name).values
 
 
-def read_wavelets(path: pathlib.Path, steps: int) -> Float[np.ndarray, "shots sources steps"]:
+def read_wavelets(
+    path: pathlib.Path, steps: int, dt: float
+) -> Float[np.ndarray, "shots sources steps"]:
     """Read own source time functions, sampled at the time steps (on one rank).
 
     Parameters
@@ -201,6 +224,8 @@ def read_wavelets(path: pathlib.Path, steps: int) -> Float[np.ndarray, "shots so
     path
         File of an array (steps,), (n_shots, steps) or (n_shots, n_sources, steps), in a format
         of `read_array`. A longer array is truncated, a shorter one is padded with zeros.
+    dt
+        Time step in s.
 
     Returns
     -------
@@ -210,9 +235,12 @@ def read_wavelets(path: pathlib.Path, steps: int) -> Float[np.ndarray, "shots so
     Raises
     ------
     ValueError
-        If the array has another number of axes, or a value that is not finite.
+        If the array has another number of axes, or a value that is not finite, or the file has
+        another time between samples.
     """
-    given = read_array(path, "wavelets")
+    samples = read_samples(path, "wavelets")
+    require_interval("--wavelet", path, samples.interval, dt)
+    given = samples.values
     if given.ndim not in (1, 2, 3):
         raise ValueError(
             f"{path}: expected wavelets with one to three axes, time last, got shape {given.shape}."
@@ -243,6 +271,8 @@ class _Contents(NamedTuple):
         Numbers of inlines and crosslines of a SEG-Y file, (1, traces) for a section.
     velocity
         Factor that converts the velocities of a SEG-Y file to m/s.
+    segy
+        The SEG-Y file itself.
     labels, units
         Names of the axes and units of the arrays of a zarr file that have them.
     """
@@ -252,6 +282,7 @@ class _Contents(NamedTuple):
     delay: float = 0.0
     lines: tuple[int, int] | None = None
     velocity: float = 1.0
+    segy: SegyFile | None = None
     labels: Mapping[str, tuple[str, ...]] = MappingProxyType({})
     units: Mapping[str, str] = MappingProxyType({})
 
@@ -276,7 +307,17 @@ def _read_npy(path: pathlib.Path) -> _Contents:
 
 def _read_npz(path: pathlib.Path) -> _Contents:
     with np.load(path, allow_pickle=False) as file:
-        return _Contents({name: file[name] for name in file.files})
+        return _without_units({name: file[name] for name in file.files})
+
+
+def _without_units(arrays: dict[str, NDArray[Any]]) -> _Contents:
+    """Return arrays, or raise an error if one of them has a unit of another one."""
+    for name in [name for name in arrays if "unit" in name.lower()]:
+        raise ValueError(
+            f"expected numbers in SI units, got the array {name} with {arrays[name]}. Convert the "
+            "numbers, and leave it out."
+        )
+    return _Contents(arrays)
 
 
 def _read_zarr(path: pathlib.Path) -> _Contents:
@@ -306,13 +347,15 @@ def check_zarr_size(path: pathlib.Path, nodes: Mapping[str, Any]) -> None:
 
 def _read_segy(path: pathlib.Path) -> _Contents:
     file = read_segy(path)
-    return _Contents({"vp": file.traces}, file.interval, file.delay, file.lines, file.velocity)
+    return _Contents(
+        {"vp": file.traces}, file.interval, file.delay, file.lines, file.velocity, file
+    )
 
 
 _READERS: dict[str, Callable[[pathlib.Path], _Contents]] = {
     ".npy": _read_npy,
     ".npz": _read_npz,
-    ".mat": lambda path: _Contents(read_mat(path)),
+    ".mat": lambda path: _without_units(read_mat(path)),
     ".zarr": _read_zarr,
 } | dict.fromkeys(SEGY, _read_segy)
 
@@ -355,7 +398,7 @@ def _with_units_and_axes(path: pathlib.Path, contents: _Contents) -> dict[str, N
 
 def _is_turned(path: pathlib.Path, name: str, labels: tuple[str, ...]) -> bool:
     """Return whether the first axis is depth, or raise an error if the names do not say it."""
-    times = [label for label in labels if label in _TIMES]
+    times = [label for label in labels if label in TIMES]
     if times and name in FIELDS:
         raise ValueError(
             f"{path}: expected the axes x and depth of {name}, got {', '.join(labels)}. Convert "
@@ -438,7 +481,7 @@ def _spacing(path: pathlib.Path, arrays: Mapping[str, NDArray[Any]]) -> tuple[fl
     if "spacing" not in arrays:
         return steps
     try:
-        both = np.broadcast_to(np.ravel(arrays["spacing"]), 2)
+        both = np.broadcast_to(real(arrays["spacing"]).ravel(), 2)
         spacing = float(both[0]), float(both[1])
     except (TypeError, ValueError) as error:
         raise ValueError(
@@ -451,6 +494,14 @@ def _spacing(path: pathlib.Path, arrays: Mapping[str, NDArray[Any]]) -> tuple[fl
             f"{steps}. Correct one of them."
         )
     return spacing
+
+
+def real(values: Any) -> NDArray[np.float64]:
+    """Return an array in float64, or raise a TypeError for one that is not of real numbers."""
+    array = np.asarray(values)
+    if array.dtype.kind not in "iuf":
+        raise TypeError(f"expected real numbers, got {array.dtype}")
+    return array.astype(float)
 
 
 def _number(path: pathlib.Path, arrays: Mapping[str, NDArray[Any]], name: str) -> float:
@@ -470,7 +521,7 @@ def _acquisition(arrays: Mapping[str, NDArray[Any]], spacing: tuple[float, float
     def entry(structure: Any, name: str) -> NDArray[np.float64]:
         while isinstance(structure, np.ndarray) and structure.dtype.names is None:
             structure = structure.ravel()[0]
-        return np.asarray(np.ravel(structure[name])[0], float)
+        return real(np.ravel(structure[name])[0])
 
     def coordinates(structure: Any) -> NDArray[np.float64]:
         cells = np.stack([entry(structure, name).ravel() for name in ("ix", "iy")], axis=1)
@@ -479,7 +530,7 @@ def _acquisition(arrays: Mapping[str, NDArray[Any]], spacing: tuple[float, float
     sources = np.stack([coordinates(shot) for shot in arrays["source"].ravel()])
     receivers = np.stack([coordinates(shot) for shot in arrays["receiver"].ravel()])
     wavelets = np.stack([np.atleast_2d(entry(shot, "vec")) for shot in arrays["source"].ravel()])
-    dt, steps = float(arrays["dt"].ravel()[0]), int(arrays["nt"].ravel()[0])
+    dt, steps = float(real(arrays["dt"]).ravel()[0]), int(real(arrays["nt"]).ravel()[0])
     if wavelets.shape != (*sources.shape[:2], steps):
         raise ValueError(
             f"expected wavelets of {sources.shape[0]} shots of {sources.shape[1]} sources and "

@@ -7,6 +7,8 @@ import math
 import pathlib
 from typing import ClassVar, Literal
 
+from mpigrad_apps.option_effects import check_effects
+
 __all__ = ["KernelOptions", "WaveOptions"]
 
 
@@ -86,6 +88,11 @@ class WaveOptions:
             raise ValueError(f"--pml: expected 0 or more cells, got {self.pml}.")
         for option in ("model", "wavelet", "survey"):
             exists(f"--{option}", getattr(self, option))
+        check_effects(
+            self,
+            (self.survey is None, "no --survey", "depth"),
+            (self.method != "xla", "--method native", "threads"),
+        )
 
     def _check_axes(self) -> None:
         """Raise a ValueError if the number of cells or lengths is not that of possible axes."""

@@ -8,7 +8,7 @@ import pathlib
 import numpy as np
 from jaxtyping import Float
 
-from mpigrad_apps.shots.model_files import Acquisition
+from mpigrad_apps.shots.model_files import Acquisition, real
 from mpigrad_apps.shots.options import WaveOptions
 
 __all__ = ["select_evenly", "survey_positions"]
@@ -100,7 +100,10 @@ def _plane(along: list[np.ndarray], depth: float) -> Float[np.ndarray, "points a
 def _read_survey(path: pathlib.Path, axes: int) -> tuple[Points, Points]:
     try:
         with np.load(path, allow_pickle=False) as file:
-            sources, receivers = (np.asarray(file[n], float) for n in ("sources", "receivers"))
+            unknown = set(file.files) - {"sources", "receivers", "gathers", "dt", "wavelets"}
+            if unknown:
+                raise ValueError(f"{', '.join(sorted(unknown))} is not applied; leave it out")
+            sources, receivers = (real(file[name]) for name in ("sources", "receivers"))
     except Exception as error:
         raise ValueError(
             f"--survey: {path} cannot be read as .npz with sources and receivers: {error}"

@@ -8,9 +8,43 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["SEGY", "SegyFile", "SegyLines", "read_segy", "read_segy_lines", "read_segy_window"]
+__all__ = [
+    "SEGY",
+    "Distance",
+    "SegyFile",
+    "SegyLines",
+    "read_segy",
+    "read_segy_lines",
+    "read_segy_window",
+    "trace_distance",
+]
 
 SEGY = (".sgy", ".segy")
+_EVEN = 1e-3  # relative difference of distances
+_UNITS = {2: "arc seconds", 3: "degrees", 4: "degrees, minutes and seconds"}
+
+Distance = tuple[float, float]  # of traces in m, and its uncertainty
+
+
+class Positions(NamedTuple):
+    """Coordinates of traces from CDP_X and CDP_Y.
+
+    Attributes
+    ----------
+    points
+        Shape (traces, 2), in the file's unit of length.
+    resolution
+        The largest unit of a coordinate.
+    units
+        The codes of their units, bytes 89-90.
+    meters
+        Factor that converts them to m.
+    """
+
+    points: NDArray[np.float64]
+    resolution: float
+    units: NDArray[Any]
+    meters: float
 
 
 class SegyFile(NamedTuple):
@@ -28,6 +62,8 @@ class SegyFile(NamedTuple):
         Numbers of inlines and crosslines, (1, traces) for a section.
     velocity
         Factor that converts velocities of the file to m/s.
+    positions
+        Coordinates of the traces.
     """
 
     traces: NDArray[Any]
@@ -35,6 +71,7 @@ class SegyFile(NamedTuple):
     delay: float
     lines: tuple[int, int]
     velocity: float
+    positions: Positions
 
 
 def read_segy(path: pathlib.Path) -> SegyFile:
@@ -58,11 +95,66 @@ def read_segy(path: pathlib.Path) -> SegyFile:
         )
         velocity = _velocity_factor(path, file)
         delays = np.asarray(file.attributes(segyio.TraceField.DelayRecordingTime)[:], float)
+        positions = _positions(file, velocity)
     interval = (dt, min(1e-6, 5e-3 * dt)) if dt > 0 else None
     is_section = _is_section(inlines, crosslines, len(traces))
     lines = (1, len(traces)) if is_section else (inlines, crosslines)
     delay = float(np.max(np.abs(delays), initial=0.0)) / 1e3
-    return SegyFile(traces, interval, delay, lines, velocity)
+    return SegyFile(traces, interval, delay, lines, velocity, positions)
+
+
+def _positions(file: Any, meters: float) -> Positions:
+    fields = _segyio().TraceField
+    x, y, scalars, units = (
+        np.asarray(file.attributes(field)[:], float)
+        for field in (fields.CDP_X, fields.CDP_Y, fields.SourceGroupScalar, fields.CoordinateUnits)
+    )
+    factors = np.where(scalars < 0, 1 / np.maximum(-scalars, 1), np.maximum(scalars, 1))
+    points = np.stack([x, y], axis=1) * factors[:, None]
+    return Positions(points, float(factors.max(initial=0.0)), units, meters)
+
+
+def trace_distance(
+    path: pathlib.Path, file: SegyFile | SegyLines, traces: NDArray[Any] | None = None
+) -> Distance | None:
+    """Return the distance of the traces of a line, None if the file has no coordinates.
+
+    Parameters
+    ----------
+    traces
+        Indices of the traces, in their order. Default: all.
+
+    Raises
+    ------
+    ValueError
+        If the coordinates are not lengths, or the distances vary.
+    """
+    points, resolution, units, meters = file.positions
+    points = points if traces is None else points[traces]
+    if len(points) < 2 or np.all(points == points[0]):
+        return None
+    other = [int(code) for code in np.unique(units) if code not in (0, 1)]
+    if other:
+        raise ValueError(
+            f"{path}: expected coordinates in units of length, got "
+            f"{_UNITS.get(other[0], f'the code {other[0]}')} in bytes 89-90 of a trace header. "
+            "Convert CDP_X and CDP_Y, or set them to 0."
+        )
+    steps = np.hypot(*np.diff(points, axis=0).T)
+    mean = float(np.mean(steps))
+    if np.any(np.abs(steps - mean) > _EVEN * mean + 1.5 * resolution):
+        k = int(np.argmax(np.abs(steps - mean)))
+        raise ValueError(
+            f"{path}: expected traces at one distance, got {meters * steps[0]:g} m between the "
+            f"first ones and {meters * steps[k]:g} m between the traces {k} and {k + 1} in CDP_X "
+            "and CDP_Y (bytes 181-188). Interpolate the file onto a regular grid."
+        )
+    # The ends are rounded, too, but over all distances.
+    straight = float(np.hypot(*(points[-1] - points[0]))) / len(steps)
+    bent = mean - straight > 1.5 * resolution
+    error = 1.5 * resolution if bent else 1.5 * resolution / len(steps)
+    distance = mean if bent else straight
+    return meters * distance, meters * (error + _EVEN * distance)
 
 
 def _is_section(inlines: int, crosslines: int, traces: int) -> bool:
@@ -119,7 +211,7 @@ class SegyLines(NamedTuple):
         Number of samples of a trace.
     is_section
         True if the traces make a line.
-    velocity
+    velocity, positions
         As in `SegyFile`.
     """
 
@@ -130,6 +222,7 @@ class SegyLines(NamedTuple):
     samples: int
     is_section: bool
     velocity: float
+    positions: Positions
 
 
 def read_segy_lines(path: pathlib.Path) -> SegyLines:
@@ -149,13 +242,14 @@ def read_segy_lines(path: pathlib.Path) -> SegyLines:
             np.unique(file.attributes(field)[:], return_inverse=True) for field in fields
         )
         samples, count = len(file.samples), file.tracecount
+        positions = _positions(file, velocity)
     is_section = _is_section(len(inlines), len(crosslines), count)
     if is_section or len(inlines) * len(crosslines) > 10 * count:
         traces = np.full((min(len(inlines), 1), 1), -1)  # a section, or far from a grid
     else:
         traces = np.full((len(inlines), len(crosslines)), -1)
         traces[i, k] = np.arange(count)
-    return SegyLines(inlines, crosslines, traces, count, samples, is_section, velocity)
+    return SegyLines(inlines, crosslines, traces, count, samples, is_section, velocity, positions)
 
 
 def read_segy_window(

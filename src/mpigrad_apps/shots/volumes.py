@@ -13,7 +13,14 @@ from jaxtyping import Float
 from numpy.typing import NDArray
 
 from mpigrad_apps.shots.model_files import FIELDS, check_zarr_size, checked_field
-from mpigrad_apps.shots.segy import SEGY, SegyLines, read_segy_lines, read_segy_window
+from mpigrad_apps.shots.segy import (
+    SEGY,
+    Distance,
+    SegyLines,
+    read_segy_lines,
+    read_segy_window,
+    trace_distance,
+)
 from mpigrad_apps.shots.thrust import thrust_velocity
 from mpigrad_apps.shots.zarr_files import axis_labels, decoded, even_step, unit_factor
 
@@ -35,6 +42,8 @@ class Volume(abc.ABC):
         Number of cells along each axis.
     spacing
         Size of a cell in m, None if it is not in the file.
+    distances
+        As in `ModelFile`.
     """
 
     acquisition: ClassVar[None] = None  # as `ModelFile.acquisition`
@@ -42,6 +51,10 @@ class Volume(abc.ABC):
     path: pathlib.Path | None
     shape: tuple[int, ...]
     spacing: tuple[float, ...] | None
+
+    @property
+    def distances(self) -> tuple[Distance | None, ...]:
+        return ()
 
     @abc.abstractmethod
     def arrays(self, window: Window) -> Mapping[str, NDArray[Any]]:
@@ -148,6 +161,11 @@ class SegyVolume(Volume):
 
     lines: SegyLines
     is_mask: bool = False
+
+    @property
+    def distances(self) -> tuple[Distance | None, ...]:
+        path, traces = self.path or pathlib.Path(), self.lines.traces
+        return tuple(trace_distance(path, self.lines, line) for line in (traces[:, 0], traces[0]))
 
     def arrays(self, window: Window) -> Mapping[str, NDArray[Any]]:
         assert self.path is not None

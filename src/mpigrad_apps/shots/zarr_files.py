@@ -12,22 +12,27 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["axis_labels", "decoded", "even_step", "unit_factor"]
+__all__ = ["TIMES", "axis_labels", "decoded", "even_step", "unit_factor"]
+
+TIMES = ("t", "time", "twt", "twtt")  # names of axes
 
 _REGULAR = 1e-3  # largest error of a coordinate, in cells
 _LENGTHS = {"m": 1.0, "km": 1e3, "ft": 0.3048}
 _NAMES = {
     "meter": "m", "meters": "m", "metre": "m", "metres": "m", "foot": "ft", "feet": "ft",
     "kilometer": "km", "kilometers": "km", "kilometre": "km", "kilometres": "km",
+    "second": "s", "seconds": "s", "milliseconds": "ms", "microseconds": "us", "nanoseconds": "ns",
+    "µs": "us", "μs": "us",
 }  # fmt: skip
 _UNITS = {
-    "velocity": {"m/s": 1.0, "km/s": 1e3, "ft/s": 0.3048},
+    "velocity": {"m/s": 1.0, "mm/s": 1e-3, "km/s": 1e3, "ft/s": 0.3048},
     "density": {"kg/m3": 1.0, "g/cm3": 1e3, "g/cc": 1e3},
     "modulus": {"Pa": 1.0, "kPa": 1e3, "MPa": 1e6, "GPa": 1e9},
     "length": _LENGTHS,
+    "time": {"s": 1.0, "ms": 1e-3, "us": 1e-6, "ns": 1e-9},
 }
 _KINDS = {"vp": "velocity", "vs": "velocity", "rho": "density", "lambda": "modulus",
-          "mu": "modulus"}  # fmt: skip
+          "mu": "modulus", **dict.fromkeys(TIMES, "time")}  # fmt: skip
 
 
 def axis_labels(array: Any) -> tuple[str, ...] | None:
@@ -76,7 +81,7 @@ def _number(value: Any) -> float:
     return float(np.asarray(value).item())
 
 
-def unit_factor(path: pathlib.Path, name: str, unit: str | None) -> float:
+def unit_factor(path: pathlib.Path, name: str, unit: str | None, kind: str | None = None) -> float:
     """Return the factor that converts an array to SI units.
 
     Parameters
@@ -85,6 +90,9 @@ def unit_factor(path: pathlib.Path, name: str, unit: str | None) -> float:
         A field of a model, or the name of an axis.
     unit
         The attribute `units`, None if there is none.
+    kind
+        "velocity", "density", "modulus" (and pressure), "length" or "time". Default: that of the
+        name, a length for other names.
 
     Raises
     ------
@@ -93,7 +101,7 @@ def unit_factor(path: pathlib.Path, name: str, unit: str | None) -> float:
     """
     if unit is None:
         return 1.0
-    kind = _KINDS.get(name, "length")
+    kind = kind or _KINDS.get(name, "length")
     factors = _UNITS[kind]
     plain = str(unit).strip()
     plain = plain if kind == "modulus" else plain.lower()  # mPa and MPa differ
@@ -110,18 +118,20 @@ def unit_factor(path: pathlib.Path, name: str, unit: str | None) -> float:
     return factors[plain]
 
 
-def even_step(path: pathlib.Path, axis: str, centers: NDArray[np.float64]) -> float:
-    """Return the distance between cell centres, or raise an error if it varies."""
+def even_step(
+    path: pathlib.Path, axis: str, centers: NDArray[np.float64], what: str = "cell centres"
+) -> float:
+    """Return the distance between cell centres or samples, or raise an error if it varies."""
     step = float(np.mean(np.diff(centers))) if len(centers) > 1 else 0.0
     even = centers[0] + step * np.arange(len(centers))
     if not np.allclose(centers, even, rtol=0, atol=_REGULAR * abs(step)):
         raise ValueError(
-            f"{path}: expected cell centres {axis} at one distance, got {centers[0]:g}, "
-            f"{centers[1]:g}, ..., {centers[-1]:g}. Interpolate the model onto a regular grid."
+            f"{path}: expected {what} {axis} at one distance, got {centers[0]:g}, "
+            f"{centers[1]:g}, ..., {centers[-1]:g}. Interpolate the file onto a regular grid."
         )
     if len(centers) > 1 and step <= 0:
         raise ValueError(
-            f"{path}: expected cell centres {axis} that increase, got {centers[0]:g}, "
+            f"{path}: expected {what} {axis} that increase, got {centers[0]:g}, "
             f"{centers[1]:g}, ..., {centers[-1]:g}. Reverse the axis."
         )
     return step

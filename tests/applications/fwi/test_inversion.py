@@ -30,7 +30,9 @@ CASES = {
     "box": dataclasses.replace(SMALL, box=True),
     "network": dataclasses.replace(SMALL, unknown="network", normalize="shot"),
     "filtered": dataclasses.replace(SMALL, frequencies=(15.0,)),
-    "elastic": dataclasses.replace(SMALL, physics="elastic", invert=("lambda", "mu", "rho")),
+    "elastic": dataclasses.replace(
+        SMALL, physics="elastic", order=4, invert=("lambda", "mu", "rho")
+    ),
 }
 
 
@@ -119,7 +121,8 @@ def test_the_loss_of_invalid_materials_is_nan(comm, case):
     """Also if one cell is invalid only in the precision of the waves."""
     names, bounds, change = INVALID[case]
     few = dataclasses.replace(SMALL, steps=4, water=0.0, precision="float32")
-    waves = {"groups": comm.size} if case == "acoustic" else {"physics": "elastic"}
+    elastic = {"physics": "elastic", "order": 4}
+    waves = {"groups": comm.size} if case == "acoustic" else elastic
     settings = dataclasses.replace(few, invert=names, bounds=bounds, **waves)
     problem = prepare_inversion(settings, comm)
     start = problem.parametrization.initial(0)
@@ -167,5 +170,8 @@ def test_rejects_tiles_with_too_few_cells_on_every_rank(comm, directory):
         np.save(directory / "tiny.npy", np.full((3, 3), 1500.0))
     comm.mpi.Barrier()
     tiny = dataclasses.replace(SMALL, model=directory / "tiny.npy", depth=10.0, groups=2, order=4)
+    with pytest.raises(ValueError, match=r"--cells: got \(24, 18\), but .* has \(3, 3\) cells"):
+        prepare_inversion(tiny, comm)
+    tiny = dataclasses.replace(tiny, cells=Settings.cells)
     with pytest.raises(ValueError, match="the stencil reaches 2 cells into the next tile"):
         prepare_inversion(tiny, comm)

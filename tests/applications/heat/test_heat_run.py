@@ -12,10 +12,9 @@ from mpigrad_apps.heat import Settings, run
 
 
 def small(directory, **changes):
-    return dataclasses.replace(
-        Settings(cells=(11, 10), duration=0.05, frames=4, iterations=5, out=directory / "out"),
-        **changes,
-    )
+    effective = {"iterations": 5} if "unknown" in changes else {"frames": 4}
+    settings = Settings(cells=(11, 10), duration=0.05, out=directory / "out", **effective)
+    return dataclasses.replace(settings, **changes)
 
 
 @pytest.mark.thin(1)
@@ -70,6 +69,7 @@ def test_rejects_invalid_settings_and_files(comm, directory):
         ({"steps": 0}, "--steps: expected at least 1"),
         ({"noise": -1.0}, "--noise: expected zero or positive"),
         ({"observed": 0.0}, "--observed: expected a fraction"),
+        ({"budget": 3}, "--budget: expected --unknown cells or --unknown network with it, got 3"),
     ):
         with pytest.raises(ValueError, match=message):
             run(small(directory, **changes), comm)

@@ -185,9 +185,10 @@ def test_stopped_samplings_go_on_bit_for_bit(comm, directory):
 
 
 def small(directory, **changes):
+    simulated = {} if "data" in changes else {"patients": 4}
     settings = Settings(
-        patients=4, rtol=1e-4, iterations=8, chains=2, warmup=20, draws=5, depth=3,
-        out=directory / "out",
+        rtol=1e-4, iterations=8, chains=2, warmup=20, draws=5, depth=3, out=directory / "out",
+        **simulated,
     )  # fmt: skip
     return dataclasses.replace(settings, **changes)
 
@@ -223,7 +224,7 @@ def test_a_run_is_written(comm, directory, capfd):
 def test_the_truth_is_found(comm, directory):
     """The parameters of 12 simulated patients are found from their table."""
     settings = small(directory, patients=12, iterations=40, warmup=150, draws=200, depth=6)
-    first = run(dataclasses.replace(settings, draws=0, out=directory / "first"), comm)
+    first = run(dataclasses.replace(settings, draws=0, depth=8, out=directory / "first"), comm)
     assert first.posterior is None
     assert first.report.read_text().count("data:image/png;base64,") == 2
     result = run(dataclasses.replace(settings, data=directory / "first" / "data.csv"), comm)

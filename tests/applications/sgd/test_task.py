@@ -166,6 +166,7 @@ def test_rejects_a_file_that_cannot_be_imported(file):
         ({"staleness": ()}, "--staleness: expected numbers of updates"),
         ({"staleness": (-1,)}, "--staleness: expected numbers of updates"),
         ({"mode": ("local", "local")}, "--mode: expected different values"),
+        ({"mode": ("local",), "clip": 1.0}, "--clip: expected --mode synchronous with it, got 1.0"),
         ({"module": "mine.py"}, "--module: expected file.py:factory"),
         ({"module": "none.py:task"}, "there is no file none.py"),
     ],

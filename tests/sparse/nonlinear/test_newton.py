@@ -255,6 +255,8 @@ def test_rejects_wrong_arguments(comm):
         newton(lambda x, p: x - p, x, args=x)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="got dtype int"):
         newton(jnp.sin, jnp.arange(2))
+    with pytest.raises(ValueError, match="comm is not the communicator of the Jacobian"):
+        newton(jnp.sin, x, pattern=pattern, comm=comm.dup())
     with pytest.raises(ValueError, match=r"like x, float64\[2\], got float64\[1\]"):
         newton(lambda x: x[:1], x)
     with pytest.raises(ValueError, match="x0 has 3 entries on rank"):

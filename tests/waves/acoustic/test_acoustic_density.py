@@ -8,7 +8,7 @@ from mpi4py import MPI
 
 import mpigrad
 from mpigrad.grid import Grid
-from mpigrad.waves import Acoustic, History, Survey
+from mpigrad.waves import Acoustic, Survey
 from mpigrad.waves.absorbing import WaveTile
 from mpigrad.waves.acoustic.buoyancy import PATH, buoyancy_of, divergence
 from mpigrad.waves.acoustic.state import State, memory_size, pack, unpack
@@ -429,7 +429,7 @@ def test_bad_densities_are_refused_before_the_first_step(comm, axes):
 
 def test_bad_input_is_refused(comm):
     acoustic = model(comm, 2)
-    operands = c, rho, wavelets, state = point(acoustic)
+    c, rho, wavelets, state = point(acoustic)
     last = comm.rank == comm.size - 1
     run = run_of(acoustic)
     with pytest.raises(ValueError, match=r"density has shape \(.*, but that rank's tile has"):
@@ -444,12 +444,3 @@ def test_bad_input_is_refused(comm):
         ):  # fmt: skip
             with pytest.raises(ValueError, match=r"density .* must be the same on all ranks, got"):
                 function(None if last else rho)
-    for settings, text in (
-        ({"method": "native"}, 'method="native" was given with a density. Leave method out'),
-        ({"checkpoints": "boundary"}, 'propagate: checkpoints="boundary" needs the native kernels'),
-        ({"memory": History(precision="float16")}, r"propagate: memory=History.* needs the native"),
-    ):
-        other = model(comm, 2, **settings)
-        with pytest.raises(ValueError, match=text):
-            run_of(other)(*operands)
-        run_of(other)(c, None, wavelets, state)

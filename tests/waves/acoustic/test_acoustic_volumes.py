@@ -112,7 +112,7 @@ ALONE = pytest.mark.thin(1)  # the settings do not depend on ranks, and the JAX 
 @pytest.mark.parametrize(("order", "axis", "settings"), [
     pytest.param(4, None, {}, marks=ALONE), (4, 0, {"checkpoints": 3}),
     pytest.param(2, 1, {"checkpoints": "all"}, marks=ALONE),
-    pytest.param(4, 2, {"checkpoints": 4, "memory": 1}, marks=ALONE),
+    pytest.param(4, 2, {"checkpoints": 4}, marks=ALONE),
     pytest.param(4, None, {"threads": 2}, marks=ALONE),
 ])  # fmt: skip
 def test_kernels_agree_with_the_jax_program(comm, order, axis, settings):
@@ -339,8 +339,6 @@ def test_bad_input_is_refused(comm):
         acoustic.propagate(tile, wavelets, plane)
     with pytest.raises(ValueError, match="sources with 3 coordinates and receivers with 2"):
         Survey(inside, inside[..., :2])
-    with pytest.raises(ValueError, match='checkpoints="boundary" needs the native kernels'):
-        model(comm, checkpoints="boundary", method="xla")
     grid = acoustic.grid
     with pytest.raises(ValueError, match=r"\(\(x0, x1\), \(y0, y1\), \(z0, z1\)\), got"):
         Acoustic(grid, 1e-3, 2, pml=((1, 1), (1, 1)))

@@ -301,7 +301,6 @@ def test_rejects_invalid_settings(comm):
         ({"frequency": -1.0}, "frequency must be positive"),
         ({"components": ()}, "components must be some of"),
         ({"checkpoints": 0}, "checkpoints must be"),
-        ({"checkpoints": "boundary", "method": "xla"}, "needs the native kernels"),
         ({"threads": 0}, "threads must be at least 1"),
         ({"reflection": 2.0}, "reflection must lie"),
         ({"max_velocity": -2.0}, "max_velocity must be positive"),

@@ -226,8 +226,6 @@ def test_bad_input_is_refused(comm):
     with pytest.raises(ValueError, match="the state is of type State, expected AnelasticState"):
         layers = tuple(sum(p) for p in elastic.tile.extension)
         propagate(elastic, at, at_rest(1, elastic.tile.shape, layers, np.dtype("float64")))
-    with pytest.raises(ValueError, match="no free surface and no relaxation"):
-        model(comm, method="native")
     with pytest.raises(ValueError, match=r"reference=5.0 needs a relaxation"):
         model(comm, relaxation=None, reference=5.0)
     # The largest step is that of the unrelaxed moduli, and one a little larger is refused.

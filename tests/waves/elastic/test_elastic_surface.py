@@ -265,8 +265,6 @@ def test_bad_settings_are_refused(comm):
     grid = Grid((24, 24), (10.0, 10.0), comm, (1, comm.size))
     for settings, message in (
         ({"free_surface": "z0"}, r"must be one of \('x0', 'x1', 'y0', 'y1'\) or None on 2 axes"),
-        ({"free_surface": "x0", "method": "native"}, "native kernels have no free surface"),
-        ({"free_surface": "x0", "checkpoints": "boundary"}, "needs the native kernels"),
         ({"free_surface": "x0", "pml": ((3, 4), (4, 4))}, "a layer of 3 cells. Make it 0"),
     ):
         with pytest.raises(ValueError, match=message):

@@ -92,7 +92,7 @@ def newton(
         Jacobian. With `throw=False`, look at `Solution.result`.
     comm
         The communicator over whose ranks x is distributed. Default: the Jacobian's, if there is a
-        matrix, else the default communicator.
+        matrix (another one is an error), else the default communicator.
 
     Returns
     -------
@@ -156,6 +156,11 @@ def newton(
         J_jaxpr, J_constants, shape = _traced(matrix, flat, leaves)
         _check_pattern(shape.pattern, flat)
         pattern = shape.pattern
+        if comm is not None and comm.slot != shape.pattern.comm.slot:
+            raise ValueError(
+                "newton: comm is not the communicator of the Jacobian, which decides. Leave comm "
+                "out."
+            )
     problem = Problem(
         F_jaxpr,
         J_jaxpr,

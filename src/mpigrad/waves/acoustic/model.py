@@ -25,9 +25,10 @@ from mpigrad.waves.acoustic.buoyancy import Buoyancy, buoyancy_of, limiting_squa
 from mpigrad.waves.acoustic.layer_filter import layer_filter
 from mpigrad.waves.acoustic.scheme import Scheme
 from mpigrad.waves.acoustic.state import State, at_rest
-from mpigrad.waves.checkpoints import Checkpoints, check_checkpoints, checkpoint_code
-from mpigrad.waves.history import Memory, check_history, history_of
+from mpigrad.waves.checkpoints import Checkpoints, checkpoint_code
+from mpigrad.waves.history import Memory, history_of
 from mpigrad.waves.interpolation import point_table
+from mpigrad.waves.options import check_options, runs_native
 from mpigrad.waves.primitive import propagate
 from mpigrad.waves.run_agreement import require_same_run
 from mpigrad.waves.stability import SECOND_DERIVATIVES, wave_equation_limit
@@ -87,23 +88,23 @@ class Acoustic:
         The part of the forward run that is stored for a gradient. "all": all fields. k: one state
         every k steps. None: as much as fits into `memory`. "boundary": the layers, and the
         cells next to them, of every step. The waves inside are then run backwards, which gives the
-        same values up to rounding. With `method="xla"`, and with a density, all fields are stored
-        in any case.
+        same values up to rounding. A JAX program stores all fields.
     threads
-        Number of threads on each rank. Default: 1.
+        Number of threads of the native kernels on each rank. Default: 1.
     method
         "native" for the C++ kernels, or "xla" for a JAX program of the same scheme. Default:
         "native" if JAX computes on CPUs. Runs with a density are JAX programs.
     memory
         Largest number of bytes that each rank stores of forward runs for their gradients. Default:
         half of the free memory of its host, divided by the number of ranks there. Or a `History`,
-        which can store it in 16 bits or in files.
+        which can store it in 16 bits or in files. The native kernels have it.
 
     Raises
     ------
     ValueError
-        If a parameter is not valid, or a tile has fewer cells than the stencil reaches. On all
-        ranks, if all ranks give the same parameters.
+        If a parameter is not valid, a tile has fewer cells than the stencil reaches, or an option
+        has no effect in this case (the tables in docs/acoustic.md). On all ranks, if all ranks give
+        the same parameters.
 
     Examples
     --------
@@ -139,11 +140,9 @@ class Acoustic:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "pml", widths_of(self.pml, self.grid.ndim))
-        orders = (2, 4) if self.grid.ndim == 2 else tuple(SECOND_DERIVATIVES)
-        if self.order not in orders:
+        if self.order not in SECOND_DERIVATIVES:
             raise ValueError(
-                f"Acoustic: on a grid with {self.grid.ndim} axes order must be one of {orders}, "
-                f"got {self.order!r}."
+                f"Acoustic: order must be one of {tuple(SECOND_DERIVATIVES)}, got {self.order!r}."
             )
         if self.order == 8 and any(0 < width < 4 for pair in self.pml for width in pair):
             raise ValueError(
@@ -247,8 +246,7 @@ class Acoustic:
         ValueError
             On all ranks, before the first step: if a shape or dtype is wrong, a source or receiver
             lies outside the model, the survey has another number of axes than the grid, only some
-            ranks give a density, or a setting of the model needs the native kernels and a density
-            is given.
+            ranks give a density, or an option of the model has no effect with a density.
         RuntimeError
             On all ranks, before the first step: if a velocity or density is not positive and
             finite, if `dt` is not stable (the text gives the largest stable one), or if the run is
@@ -282,7 +280,7 @@ class Acoustic:
             arguments.check_gathers(name, gathers)
             tiles = {"velocity": velocity}
             if rho is not None:
-                _check_settings(name, self)
+                check_options(name, self, density=True)
                 tiles["density"] = rho
             arguments.check_tiles(name, self.grid, tiles)
             arguments.check_wavelets(name, wavelets, survey, self.steps)
@@ -294,7 +292,7 @@ class Acoustic:
         arguments.warn_of_units(self, scheme.limit / fastest, fastest)
         shape = (survey.n_shots, survey.n_sources, self.steps)
         amplitudes = jnp.broadcast_to(wavelets.astype(velocity.dtype), shape)
-        if rho is None and arguments.is_native(self.method):
+        if runs_native(self, density=rho is not None):
             share, last = propagate(scheme.native, [velocity], amplitudes, state)
             last = State(*last)
         else:
@@ -355,17 +353,6 @@ def _check_presence(name: str, density: Any, comm: Communicator) -> None:
     """Raise a ValueError of `name` on all ranks if only some of them have a density."""
     given = "None" if density is None else "an array"
     assert_same_on_all_ranks(comm, given, f"{name}: density (an array or None)")
-
-
-def _check_settings(name: str, model: Acoustic) -> None:
-    """Raise a ValueError of `name` if a setting needs the native kernels."""
-    if model.method == "native":
-        raise ValueError(
-            f'{name}: the native kernels have a constant density, but method="native" was given '
-            "with a density. Leave method out."
-        )
-    check_checkpoints(model.checkpoints, name, native=False)
-    check_history(model.memory, model.checkpoints, name, native=False)
 
 
 def _check_values(name: str, values: np.ndarray) -> None:

@@ -30,7 +30,7 @@ from mpigrad.waves.elastic.free_surface import (
 )
 from mpigrad.waves.elastic.media import effective_media, native_models
 from mpigrad.waves.elastic.scheme import Component, Scheme, Source, tables
-from mpigrad.waves.elastic.settings import check_settings, has_kernels
+from mpigrad.waves.elastic.settings import check_settings
 from mpigrad.waves.elastic.state import (
     AnelasticState,
     State,
@@ -42,6 +42,7 @@ from mpigrad.waves.elastic.state import (
 )
 from mpigrad.waves.elastic.validity import largest_step, require_factors, require_stable
 from mpigrad.waves.history import Memory, history_of
+from mpigrad.waves.options import runs_native
 from mpigrad.waves.primitive import propagate
 from mpigrad.waves.relaxation import Relaxation
 from mpigrad.waves.run_agreement import require_same_run
@@ -109,10 +110,10 @@ class Elastic:
         The part of the forward run that is stored for a gradient. "all": all fields. k: one state
         every k steps. None: as much as fits into `memory`. "boundary": the layers, and the cells
         next to them, of every step. The waves inside are then run backwards, which gives the same
-        values up to rounding. It needs two axes. With `method="xla"`, None stores all fields on
-        two axes, and one state every sqrt(steps) steps on three, for any `memory`.
+        values up to rounding. It needs two axes. In a JAX program, None stores all fields on two
+        axes, and one state every sqrt(steps) steps on three.
     threads
-        Number of threads on each rank. Default: 1.
+        Number of threads of the native kernels on each rank. Default: 1.
     method
         "native" for the C++ kernels, or "xla" for a JAX program of the same scheme. The kernels
         have no free surface and no attenuation. Default: "native" if JAX computes on CPUs and the
@@ -120,7 +121,7 @@ class Elastic:
     memory
         Largest number of bytes that each rank stores of forward runs for their gradients. Default:
         half of the free memory of its host, divided by the number of ranks there. Or a `History`,
-        which can store it in 16 bits, or on two axes in files.
+        which can store it in 16 bits or in files. The native kernels have it.
     free_surface
         A side without traction: "x0" and "x1" are the sides before the first and behind the last
         cell along x, and so on. The surface is the side of the grid, and has no layer. Default: no
@@ -135,8 +136,9 @@ class Elastic:
     Raises
     ------
     ValueError
-        If a parameter is not valid, a tile has fewer cells than the stencil reaches, or the native
-        kernels lack the case. On all ranks, if all ranks give the same parameters.
+        If a parameter is not valid, a tile has fewer cells than the stencil reaches, or an option
+        has no effect in this case (the tables in docs/acoustic.md). On all ranks, if all ranks give
+        the same parameters.
 
     Examples
     --------
@@ -321,7 +323,7 @@ class Elastic:
         shape = (survey.n_shots, survey.n_sources, self.steps)
         amplitudes = jnp.broadcast_to(wavelets.astype(lam.dtype), shape)
         media = effective_media(*both[0], rho, scheme.tile, scheme.surface)
-        if has_kernels(self) and arguments.is_native(self.method):
+        if runs_native(self):
             fields = to_native(state) if isinstance(state, State | VolumeState) else None
             share, arrays = propagate(scheme.native, native_models(media), amplitudes, fields)
             last = from_native(arrays)

@@ -6,17 +6,10 @@ import math
 from typing import Any
 
 from mpigrad.waves import arguments
-from mpigrad.waves.checkpoints import check_checkpoints
 from mpigrad.waves.elastic.free_surface import CELLS, surface_of
 from mpigrad.waves.elastic.scheme import REACH, SOURCES, components_of
-from mpigrad.waves.history import check_history
 
-__all__ = ["check_settings", "has_kernels"]
-
-
-def has_kernels(model: Any) -> bool:
-    """Return whether the native kernels can run an `Elastic`."""
-    return model.free_surface is None and model.relaxation is None
+__all__ = ["check_settings"]
 
 
 def check_settings(model: Any) -> None:
@@ -34,15 +27,6 @@ def check_settings(model: Any) -> None:
             f"Elastic: components must be some of {components} on {axes} axes, got "
             f"{model.components!r}."
         )
-    if not has_kernels(model):
-        if model.method == "native":
-            raise ValueError(
-                "Elastic: the native kernels have no free surface and no relaxation, but "
-                f'method="native" was given with free_surface={model.free_surface!r} and '
-                f"relaxation={model.relaxation}. Leave `method` out."
-            )
-        check_checkpoints(model.checkpoints, "Elastic", native=False)
-        check_history(model.memory, model.checkpoints, "Elastic", native=False)
     _check_reference(model)
     surface = surface_of(model.free_surface, axes)
     if surface and model.grid.smallest_tile[surface.axis] < CELLS:

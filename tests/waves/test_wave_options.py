@@ -1,0 +1,127 @@
+"""The options that each case of waves has: in the table, in the checks, and in the docs."""
+
+from __future__ import annotations
+
+import itertools
+import pathlib
+from typing import Any
+
+import numpy as np
+import pytest
+
+from mpigrad.communicator import Communicator
+from mpigrad.grid import Grid
+from mpigrad.waves import Acoustic, Elastic, History, Survey, fit_relaxation
+from mpigrad.waves.options import AXES, MEMORIES, PROGRAMS, check_options, runs_native
+
+PAGE = pathlib.Path(__file__).parents[2] / "docs" / "acoustic.md"
+SETTINGS: dict[str, dict[str, Any]] = {
+    "order=8": {"order": 8, "pml": 4},
+    "free_surface": {"free_surface": "y0"},
+    "relaxation": {"relaxation": fit_relaxation(30.0, (3.0, 40.0), 1)},
+    'checkpoints="all"': {"checkpoints": "all"},
+    "checkpoints=k": {"checkpoints": 3},
+    'checkpoints="boundary"': {"checkpoints": "boundary"},
+    "memory=bytes": {"memory": 1000},
+    "History(precision=...)": {"memory": History(precision="float16")},
+    "History(directory=...)": {"memory": History(directory="scratch")},
+    "threads": {"threads": 2},
+    "checkpoints=None": {},
+}
+FORMS = ("memory=bytes", "History(precision=...)", "History(directory=...)")
+
+pytestmark = pytest.mark.ranks(1)
+
+
+def model(comm: Communicator, kind: str, axes: int, **settings: Any) -> Any:
+    grid = Grid((12,) * axes, (10.0,) * axes, comm)
+    if kind == "Acoustic":
+        return Acoustic(grid, 1e-3, 4, **{"pml": 2, **settings})
+    return Elastic(grid, 1e-3, 4, 15.0, **{"pml": 2, **settings})
+
+
+def refusal(make: Any) -> str:
+    """Return the text of the error, empty without one."""
+    try:
+        make()
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def cases() -> Any:
+    for (option, columns), axes in itertools.product(AXES.items(), (2, 3)):
+        for (kind, program), there in zip(PROGRAMS, columns, strict=True):
+            # Only Elastic has these arguments, and needs a density.
+            if kind == "Elastic" or option not in ("free_surface", "relaxation"):
+                yield option, axes, kind, program, axes in there
+
+
+def test_every_case_has_the_options_of_the_table(comm: Communicator) -> None:
+    for option, axes, kind, program, known in cases():
+        if option == "density" or (option, kind) == ("order=8", "Elastic"):
+            continue
+        settings = {"method": program, **SETTINGS[option]}
+        text = refusal(lambda k=kind, a=axes, s=settings: model(comm, k, a, **s))
+        assert (text == "") == known, (option, axes, kind, program, text)
+        if text:
+            name = next(iter(SETTINGS[option]))
+            assert text.startswith(f"{kind}: {name}"), text
+            assert f'(chosen by method="{program}"). Leave {name} out. {kind} has it in ' in text
+    for checkpoints, forms in MEMORIES.items():
+        for form in FORMS:
+            settings = {**SETTINGS[checkpoints], **SETTINGS[form]}
+            text = refusal(lambda s=settings: model(comm, "Acoustic", 2, **s))
+            assert (text == "") == (form in forms), (checkpoints, form, text)
+            if text:
+                assert f"has no effect with {checkpoints.replace('=k', '=3')}. Leave one" in text
+
+
+def test_options_that_only_jax_programs_have_select_one(comm: Communicator) -> None:
+    assert runs_native(model(comm, "Elastic", 2))
+    for option in ("free_surface", "relaxation"):
+        assert not runs_native(model(comm, "Elastic", 2, **SETTINGS[option]))
+        with pytest.raises(ValueError, match=r"Elastic: threads=2 .* JAX program .* \(chosen by "):
+            model(comm, "Elastic", 2, threads=2, **SETTINGS[option])
+    for axes in (2, 3):
+        plain = model(comm, "Acoustic", axes)
+        assert runs_native(plain)
+        assert not runs_native(plain, density=True)
+        check_options("Acoustic.propagate", model(comm, "Acoustic", axes), density=True)
+
+
+@pytest.mark.parametrize("axes", [2, 3])
+def test_a_density_leaves_the_table_no_silent_options(comm: Communicator, axes: int) -> None:
+    wavelets, point = np.ones((1, 1, 4), np.float32), np.full((1, 1, axes), 55.0)
+    tile = np.full((12,) * axes, 2000.0, np.float32)
+    for option, columns in AXES.items():
+        if option in ("density", "free_surface", "relaxation") or columns[1]:
+            continue
+        given = model(comm, "Acoustic", axes, **SETTINGS[option])
+        with pytest.raises(ValueError, match=r"Acoustic.propagate: .* \(chosen by density\)"):
+            given.propagate(tile, wavelets, Survey(point, point), density=tile)
+    given = model(comm, "Acoustic", axes, method="native")
+    with pytest.raises(ValueError, match=r'density is not an option of .* by method="native"'):
+        given.propagate(tile, wavelets, Survey(point, point), density=tile)
+
+
+def markdown(head: tuple[str, ...], rows: Any) -> str:
+    lines = [head, ("---",) * len(head), *rows]
+    return (
+        "".join(f"| {' | '.join(line)} |\n" for line in lines)
+        .replace("| --- ", "|---")
+        .replace("|  |", "| |")
+    )
+
+
+def test_the_page_has_the_tables() -> None:
+    words = {(2, 3): "yes", (2,): "2 axes", (3,): "3 axes", (): "error"}
+    heads = [f"`{kind}`, {'native' if p == 'native' else 'JAX program'}" for kind, p in PROGRAMS]
+    rows = [(f"`{option}`", *(words[axes] for axes in there)) for option, there in AXES.items()]
+    assert markdown(("", *heads), rows) in PAGE.read_text(), markdown(("", *heads), rows)
+    rows = [
+        (f"`{c}`", *("yes" if form in known else "error" for form in FORMS))
+        for c, known in MEMORIES.items()
+    ]
+    heads = [f"`{form}`" for form in FORMS]
+    assert markdown(("", *heads), rows) in PAGE.read_text(), markdown(("", *heads), rows)
