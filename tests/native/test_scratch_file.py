@@ -17,7 +17,9 @@ extern "C" int fallocate(int, int, off_t, off_t) { ++interrupted; errno = EINTR;
 int main(int, char** words) {
   mpigrad::waves::ScratchFile file(words[1], 8192, 3);
   std::string data(8192, 'x'), back(8192, ' ');
-  const std::string error = file.error() + file.write(2, data.data()) + file.read(2, back.data());
+  std::string error = file.error();
+  error += file.write(2, data.data());
+  error += file.read(2, back.data());
   std::printf("%d %d %s", interrupted, data == back, error.c_str());
 }
 """
