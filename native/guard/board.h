@@ -124,9 +124,6 @@ struct Slot {
   Cell messages;   // announced so far
   Cell faults;     // number of verdicts that this rank has read
   char operation[kName];
-  // A call that no handler announces, such as a solver's, as seen by the watchdog.
-  Cell elsewhere_since_ns, elsewhere_site;
-  char elsewhere[kName];
   char handling[kText];  // the exception that this rank handles while it waits
   Cell line_ns;          // when the watchdog last saw this rank outside operations
   char line[kText];      // the line of the program that it executed then

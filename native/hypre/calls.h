@@ -22,38 +22,41 @@ struct Totals {
 // Sums over all systems of this process.
 inline Totals totals;
 inline bool initialized = false;
-// The communication library's record, which the watchdog reads.
-inline Record* watched = nullptr;
-// Tells the guard that a solve has failed, so that messages may remain unreceived.
-inline void (*failed)() = nullptr;
+// What the communication library offers: the record that the watchdog reads, the beginning and end of an
+// operation (native/guard/guard.cc), and a note that a solve has failed, so that messages may remain
+// unreceived.
+struct Guard {
+  Record* record = nullptr;
+  const char* (*begin)(const char* operation, int64_t slot, int64_t site, bool unlimited, bool* begun);
+  void (*end)();
+  void (*fail)();
+};
+inline Guard guard;
 
-// A solve in the record. Ranks meet at its start, where the watchdog limits the time of waiting. From
-// then on a solve may take any time, unless the process of another rank is stopped meanwhile.
+// A solve as an operation of this rank. Ranks meet at its start, where the watchdog limits the time of
+// waiting. From then on a solve may take any time, unless another rank is stopped or its host is lost.
 class SolveRecord {
  public:
-  explicit SolveRecord(int64_t site) {
-    int64_t none = 0;  // otherwise another thread waits, and is watched
-    if (!watched || !watched->start_ns.compare_exchange_strong(none, now_ns())) return;
-    writes_ = true;
-    watched->operation.store("solve", std::memory_order_relaxed);
-    watched->site.store(site, std::memory_order_relaxed);
-  }
-  // All ranks have come.
-  void begins() {
-    if (!writes_) return;
-    watched->unlimited.store(true, std::memory_order_relaxed);
-    watched->start_ns.store(now_ns(), std::memory_order_release);
+  SolveRecord(int64_t slot, int64_t site) {
+    if (guard.record) refusal_ = guard.begin("solve", slot, site, false, &begun_);
   }
   ~SolveRecord() {
-    if (!writes_) return;
-    watched->start_ns.store(0, std::memory_order_release);
-    watched->unlimited.store(false, std::memory_order_release);
+    if (begun_) guard.end();
+  }
+  // Why the solve must not begin, or nullptr.
+  const char* refusal() const { return refusal_; }
+  // All ranks have come.
+  void ranks_have_come() const {
+    if (!begun_) return;
+    guard.record->unlimited.store(true, std::memory_order_relaxed);
+    guard.record->start_ns.store(now_ns(), std::memory_order_release);
   }
   SolveRecord(const SolveRecord&) = delete;
   SolveRecord& operator=(const SolveRecord&) = delete;
 
  private:
-  bool writes_ = false;
+  const char* refusal_ = nullptr;
+  bool begun_ = false;
 };
 
 // Keeps the first failing call of hypre and skips the calls after it. A rank that fails alone skips

@@ -13,7 +13,6 @@
 
 #include <algorithm>
 #include <cstdint>
-#include <cstdio>
 #include <cstring>
 #include <exception>
 #include <memory>
@@ -64,9 +63,16 @@ using List = ffi::Buffer<ffi::F64, 1>;
 // values, if they are those of an earlier solve) -> x (B, n), info (B, kInfo)
 ffi::Error solve(ffi::Token, Numbers values, Numbers b, Numbers x0, List values_id, ffi::Result<ffi::Token>,
                  ffi::Result<Numbers> x, ffi::Result<Numbers> info, int64_t system, int64_t method,
-                 int64_t restart, double rtol, int64_t max_steps, bool throws, int64_t site,
-                 std::string_view name, std::string_view where) try {
-  std::lock_guard<std::mutex> guard(mutex);
+                 int64_t restart, double rtol, int64_t max_steps, bool throws, int64_t slot, int64_t site,
+                 std::string_view name, std::string_view settings, std::string_view where) try {
+  const SolveRecord record(slot, site);
+  if (record.refusal()) {
+    const std::string text = record.refusal();
+    // A verdict of the guard is a complete text.
+    const bool whole = text.rfind("mpigrad: ", 0) == 0;
+    return ffi::Error::Internal(whole ? text : "solve, " + std::string(where) + ": " + text);
+  }
+  std::lock_guard<std::mutex> lock(mutex);
   const auto found = systems.find(system);
   if (found == systems.end()) {
     return ffi::Error::InvalidArgument(
@@ -77,16 +83,12 @@ ffi::Error solve(ffi::Token, Numbers values, Numbers b, Numbers x0, List values_
   if (vs[1] != s.entries() || bs[1] != s.rows() || xs[0] != bs[0] ||
       (xs[1] != bs[1] && xs[1] != 0) ||
       (vs[0] != 1 && vs[0] != bs[0])) {
-    return ffi::Error::InvalidArgument("solve: the arrays do not fit the pattern. Report this as a bug of mpigrad.");
+    return ffi::Error::InvalidArgument(
+        "solve: the arrays do not fit the pattern. Report this as a bug of mpigrad.");
   }
   if (!initialized) HYPRE_Init();
   initialized = true;
-  char asked[160];
-  std::snprintf(asked, sizeof asked, "%.80s %lld %a %lld %lld", std::string(name).c_str(),
-                static_cast<long long>(restart), rtol, static_cast<long long>(max_steps),
-                static_cast<long long>(bs[0]));
-  const int identity = static_cast<int>(std::hash<std::string_view>{}(asked) & 0x7fffffff);
-  const Request request{static_cast<Method>(method), restart, rtol, max_steps, site, identity};
+  const Request request{static_cast<Method>(method), restart, rtol, max_steps, record, {settings, bs[0]}};
   const std::string head = "solve, " + std::string(where) + ": ";
   const bool own_values = vs[0] > 1;
   const bool same = !own_values && s.ready() && values_id.element_count() == 1 &&
@@ -98,7 +100,7 @@ ffi::Error solve(ffi::Token, Numbers values, Numbers b, Numbers x0, List values_
                 own_values || (k == 0 && !same) || !s.ready(), b.typed_data() + k * bs[1],
                 xs[1] ? x0.typed_data() + k * bs[1] : nullptr, request, x->typed_data() + k * bs[1], answer);
     const bool fails = !error.empty() || (throws && answer.outcome != kConverged);
-    if (fails && failed) failed();
+    if (fails && guard.fail) guard.fail();
     if (!error.empty()) return ffi::Error::Internal(head + error);
     if (fails) {
       return ffi::Error(ffi::ErrorCode::kFailedPrecondition,
@@ -111,11 +113,14 @@ ffi::Error solve(ffi::Token, Numbers values, Numbers b, Numbers x0, List values_
   }
   return ffi::Error::Success();
 } catch (const std::exception& error) {  // XLA is compiled without exceptions
-  if (failed) failed();
-  std::lock_guard<std::mutex> guard(mutex);
+  if (guard.fail) guard.fail();
+  std::lock_guard<std::mutex> lock(mutex);
   const bool memory = dynamic_cast<const std::bad_alloc*>(&error);
+  const auto found = systems.find(system);  // it may have been freed meanwhile
+  const std::string rank =
+      found == systems.end() ? "a rank" : "rank " + std::to_string(found->second->rank());
   return ffi::Error::Internal(
-      "solve, " + std::string(where) + ": rank " + std::to_string(systems.at(system)->rank()) + " " +
+      "solve, " + std::string(where) + ": " + rank + " " +
       (memory ? "does not have enough memory for the solver. Use more ranks."
               : std::string("failed: ") + error.what() + ". Report this as a bug of mpigrad."));
 }
@@ -129,7 +134,7 @@ MPI_Comm as_communicator(int64_t handle) {
 }
 
 int64_t keep(std::unique_ptr<System> system) {
-  std::lock_guard<std::mutex> guard(mutex);
+  std::lock_guard<std::mutex> lock(mutex);
   systems.emplace(next_id, std::move(system));
   return next_id++;
 }
@@ -154,8 +159,10 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(mpigrad_hypre_solve, solve,
                                   .Attr<double>("rtol")
                                   .Attr<int64_t>("max_steps")
                                   .Attr<bool>("throws")
+                                  .Attr<int64_t>("slot")
                                   .Attr<int64_t>("site")
                                   .Attr<std::string_view>("name")
+                                  .Attr<std::string_view>("settings")
                                   .Attr<std::string_view>("where"));
 
 #if defined(MPIGRAD_ANY_MPI)
@@ -215,19 +222,19 @@ MPIGRAD_EXPORT int64_t mpigrad_hypre_create_structured(int64_t comm, int64_t fir
 }
 
 MPIGRAD_EXPORT void mpigrad_hypre_destroy(int64_t id) {
-  std::lock_guard<std::mutex> guard(mutex);
+  std::lock_guard<std::mutex> lock(mutex);
   systems.erase(id);
 }
 
-// From the communication library: the record that the watchdog reads, and the callback for failures.
-MPIGRAD_EXPORT void mpigrad_hypre_watch(void* record, void (*tell)()) {
-  failed = tell;
-  watched = static_cast<mpigrad::Record*>(record);
+// From the communication library, see Guard.
+MPIGRAD_EXPORT void mpigrad_hypre_watch(void* record, decltype(Guard::begin) begin, void (*end)(),
+                                        void (*fail)()) {
+  guard = {static_cast<mpigrad::Record*>(record), begin, end, fail};
 }
 
 // Seconds of set-up and of solving on this rank, the counts of both, and the count of systems now.
 MPIGRAD_EXPORT void mpigrad_hypre_totals(double* seconds, int64_t* counts) {
-  std::lock_guard<std::mutex> guard(mutex);
+  std::lock_guard<std::mutex> lock(mutex);
   seconds[0] = totals.setup_seconds;
   seconds[1] = totals.solve_seconds;
   counts[0] = totals.setups;
@@ -237,7 +244,7 @@ MPIGRAD_EXPORT void mpigrad_hypre_totals(double* seconds, int64_t* counts) {
 
 // Frees everything before MPI ends. If MPI has ended already, hypre's objects are left alone.
 MPIGRAD_EXPORT void mpigrad_hypre_finalize() {
-  std::lock_guard<std::mutex> guard(mutex);
+  std::lock_guard<std::mutex> lock(mutex);
   int ended = 0;
   MPI_Finalized(&ended);
   if (ended) {

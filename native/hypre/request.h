@@ -6,6 +6,7 @@
 
 #include <cstdint>
 
+#include "hypre/calls.h"
 #include "hypre/krylov.h"
 #include "stencil/verdict.h"
 
@@ -18,8 +19,8 @@ struct Request {
   int64_t restart;  // GMRES: the number of its vectors
   double tolerance;
   int64_t max_steps;
-  int64_t site;  // id of the user's source line
-  int identity;  // hash of the settings that must be the same on all ranks, positive
+  const SolveRecord& record;
+  RequestText text;
 };
 
 // A rank's part of a sparsity structure, as Python passes it: columns in row order, and the position

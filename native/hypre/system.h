@@ -374,18 +374,21 @@ inline std::string System::solve(const double* values, bool compare, const doubl
                                  Answer& answer) {
   int mine[kFlags] = {0}, all[kFlags];
   const double squares = inspect(values, compare, b, guess, request.method, mine);
-  mine[kRequest] = request.identity;
-  mine[kMinusRequest] = -request.identity;
-  SolveRecord record(request.site);
+  mine[kRequest] = request.text.hash();
+  mine[kMinusRequest] = -mine[kRequest];
   MPI_Allreduce(mine, all, kFlags, MPI_INT, MPI_MAX, comm_);
-  record.begins();
+  request.record.ranks_have_come();
   if (all[kChanged]) {
     ready_ = false;
     ++number_;
   }
   if (all[kRequest] != -all[kMinusRequest]) {
-    return "the ranks ask for different solves. Call solve with the same method, preconditioner, rtol, "
-           "max_steps and number of right-hand sides on every rank.";
+    int size = 0;
+    MPI_Comm_size(comm_, &size);
+    std::vector<RequestText> texts(size);
+    const int bytes = sizeof request.text;
+    MPI_Allgather(&request.text, bytes, MPI_CHAR, texts.data(), bytes, MPI_CHAR, comm_);
+    return different_requests(texts);
   }
   const double nan = std::numeric_limits<double>::quiet_NaN();
   answer = Answer{};

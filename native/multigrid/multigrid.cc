@@ -1,5 +1,4 @@
 // Solves by black-box multigrid on the tiles of a grid, as an XLA FFI handler.
-#include <cstdio>
 #include <exception>
 #include <functional>
 #include <map>
@@ -33,7 +32,8 @@ using List = ffi::Buffer<ffi::F64, 1>;
 // values, if they are those of an earlier solve) -> x (B, n), info (B, kInfo)
 ffi::Error solve(Token, Numbers values, Numbers b, Numbers x0, List values_id, TokenOut,
                  ffi::Result<Numbers> x, ffi::Result<Numbers> info, int64_t system, int64_t site,
-                 double rtol, int64_t max_steps, bool throws, std::string_view name) {
+                 double rtol, int64_t max_steps, bool throws, std::string_view name,
+                 std::string_view settings) {
   const std::shared_ptr<System> held = find(system);
   if (!held)
     return ffi::Error(ffi::ErrorCode::kInternal,
@@ -44,12 +44,8 @@ ffi::Error solve(Token, Numbers values, Numbers b, Numbers x0, List values_id, T
   if (vs[1] != s.entries() || bs[1] != s.rows() || xs[0] != bs[0] ||
       (xs[1] != bs[1] && xs[1] != 0) || (vs[0] != 1 && vs[0] != bs[0]))
     return c.fail("the arrays do not fit the pattern. Report this as a bug of mpigrad.");
-  char asked[160];
-  std::snprintf(asked, sizeof asked, "%.80s %a %lld %lld", std::string(name).c_str(), rtol,
-                static_cast<long long>(max_steps), static_cast<long long>(bs[0]));
-  const int identity = static_cast<int>(std::hash<std::string_view>{}(asked) & 0x7fffffff);
   if (ffi::Error e = c.collective_with({}); e.failure()) return e;
-  const Request request{rtol, max_steps, identity, [&c] { c.watch.moves(); }};
+  const Request request{rtol, max_steps, {settings, bs[0]}, [&c] { c.watch.moves(); }};
   const bool own_values = vs[0] > 1;
   const bool same = !own_values && s.ready() && values_id.element_count() == 1 &&
                     values_id.typed_data()[0] == static_cast<double>(s.number());
@@ -62,11 +58,11 @@ ffi::Error solve(Token, Numbers values, Numbers b, Numbers x0, List values_id, T
                   xs[1] ? x0.typed_data() + k * bs[1] : nullptr, request,
                   x->typed_data() + k * bs[1], answer);
       c.watch.sent(s.bytes());
-      const std::string head = "solve, " + call_site(site) + ": ";
-      if (!error.empty()) return c.done(head + error);
+      if (!error.empty()) return c.done(error);
       if (throws && answer.outcome != kConverged) {
         mark_failure();
-        return ffi::Error(ffi::ErrorCode::kFailedPrecondition, head + describe(answer, name, true, rtol, max_steps));
+        return ffi::Error(ffi::ErrorCode::kFailedPrecondition,
+                          "solve, " + call_site(site) + ": " + describe(answer, name, true, rtol, max_steps));
       }
       const double numbers[kInfo] = {
           static_cast<double>(answer.outcome), static_cast<double>(answer.iterations),
@@ -94,7 +90,8 @@ MPIGRAD_PLAIN_HANDLER(mpigrad_multigrid_solve, multigrid::solve,
                               MPIGRAD_ATTR(site)
                           .Attr<double>("rtol") MPIGRAD_ATTR(max_steps)
                           .Attr<bool>("throws")
-                          .Attr<std::string_view>("name"));
+                          .Attr<std::string_view>("name")
+                          .Attr<std::string_view>("settings"));
 
 // Local: stores a stencil on this rank's tile of a grid. All arrays have three axes, the fastest first:
 // shape, lower and upper (not in the tile), tiles (the number along each axis), starts (for each axis the

@@ -37,6 +37,14 @@ class Ranks {
                comm_->handle));
   }
 
+  // One object of each rank.
+  template <class T>
+  void gather(const T& own, T* all) const {
+    const int bytes = sizeof own;
+    check(call(runtime.mpi.Allgather, static_cast<const void*>(&own), bytes, word_type(1),
+               static_cast<void*>(all), bytes, word_type(1), comm_->handle));
+  }
+
   // Every rank's numbers, in the order of the ranks.
   void gather(const float* own, int count, float* all, const std::vector<int>& counts,
               const std::vector<int>& starts) const {

@@ -24,7 +24,7 @@ using namespace stencil;  // Tile, Entry, Asymmetry, Digest, Answer
 struct Request {
   double tolerance;
   int64_t max_steps;
-  int identity;  // hash of the settings that must be the same on all ranks, positive
+  RequestText text;
   std::function<void()> progress;  // tells the watchdog that this rank goes on
 };
 
@@ -82,16 +82,17 @@ class System {
     const bool finite = (std::isfinite(squares) || all_finite(b, n_)) &&
                         (!flags[kNonzeroGuess] || all_finite(guess, n_));
     if (!finite) flags[kBadVector] = ranks_.rank() + 1;
-    flags[kRequest] = request.identity;
-    flags[kMinusRequest] = -request.identity;
+    flags[kRequest] = request.text.hash();
+    flags[kMinusRequest] = -flags[kRequest];
     ranks_.reduce(flags, kFlags, kMax);
     if (flags[kChanged]) {
       ready_ = false;
       ++number_;
     }
     if (flags[kRequest] != -flags[kMinusRequest]) {
-      return "the ranks ask for different solves. Call solve with the same method, preconditioner, "
-             "rtol, max_steps and number of right-hand sides on every rank.";
+      std::vector<RequestText> all(ranks_.size());
+      ranks_.gather(request.text, all.data());
+      return different_requests(all);
     }
     answer = Answer{};
     const auto spoil = [&](Outcome outcome) {

@@ -3,8 +3,11 @@
 
 #include <cstdint>
 #include <cstdio>
+#include <cstring>
+#include <functional>
 #include <string>
 #include <string_view>
+#include <vector>
 
 namespace mpigrad::stencil {
 
@@ -26,6 +29,30 @@ struct Answer {
   int64_t iterations = 0;
   double residual = 0;  // |b - Ax| / |b|
 };
+
+// The settings of a solve that must be the same on all ranks.
+struct RequestText {
+  char text[512];
+
+  RequestText(std::string_view settings = "", int64_t sides = 0) {
+    std::snprintf(text, sizeof text, "%lld right-hand side%s by %.*s", static_cast<long long>(sides),
+                  sides == 1 ? "" : "s", static_cast<int>(settings.size()), settings.data());
+  }
+  // Positive.
+  int hash() const {
+    return static_cast<int>(std::hash<std::string_view>{}(text) & 0x7fffffff);
+  }
+};
+
+// The error of ranks whose hashes differ.
+inline std::string different_requests(const std::vector<RequestText>& all) {
+  size_t other = 0;
+  while (other + 1 < all.size() && !std::strcmp(all[other].text, all[0].text)) ++other;
+  return std::string("the ranks ask for different solves: rank 0 for ") + all[0].text + ", rank " +
+         std::to_string(other) + " for " + all[other].text +
+         ". Call solve with the same method, preconditioner, settings and number of right-hand sides on "
+         "every rank.";
+}
 
 // The texts begin with the sentences of mpigrad.solution.Result.
 inline std::string describe(const Answer& a, std::string_view solver, bool positive_definite,

@@ -79,11 +79,12 @@ class Propagation {
     std::vector<double> numbers = physics_.extremes(models);
     const size_t n = numbers.size();
     const int64_t slots = packing_.is_full() ? 0 : 2 * static_cast<int64_t>(history_bytes());
-    const int64_t fit = std::max<int64_t>(0, setup_.memory - slots) / packing_.bytes();
+    const int64_t item = std::max<int64_t>(1, packing_.bytes());  // a tile may have no cells
+    const int64_t fit = std::max<int64_t>(0, setup_.memory - slots) / item;
     const double print = 2.0 * static_cast<double>(setup_.fingerprint) + (sizeof(T) == 8);
     numbers.insert(numbers.end(),
                    {print, -print, -static_cast<double>(fit), available ? 0.0 : 1.0,
-                    static_cast<double>(checkpoint_bytes()) / packing_.bytes(),
+                    static_cast<double>(checkpoint_bytes()) / item,
                     rims() && setup_.shots * kept_bytes() > setup_.memory ? 1.0 : 0.0});
     std::vector<double> most(numbers.size());
     bool known;
@@ -91,10 +92,7 @@ class Propagation {
                         static_cast<void*>(most.data()), static_cast<int>(most.size()),
                         arithmetic_type(kDouble, known), reduction(kMax), c_.comm.handle))
       return c_.done(code);
-    if (most[n] != -most[n + 1])
-      return c_.fail(
-          "the run is not the same on all ranks: give the same dtype, time step, number of steps, "
-          "survey and settings on every rank.");
+    if (most[n] != -most[n + 1]) return different_runs(print);
     const std::string fault = physics_.fault(most.data());
     if (!fault.empty()) return c_.fail(fault);
     choose_chunks(-most[n + 2], most[n + 4]);
@@ -249,6 +247,19 @@ class Propagation {
  private:
   static constexpr int kDouble = 12;  // XLA's id
   static constexpr int kMax = 2;      // mpigrad.runtime.native.REDUCTIONS
+
+  // Programs that were traced earlier: while they are traced, Python names the setting that differs.
+  ffi::Error different_runs(double own) const {
+    std::vector<double> prints(c_.comm.size);
+    if (int code = call(runtime.mpi.Allgather, static_cast<const void*>(&own), 1, word_type(sizeof own),
+                        static_cast<void*>(prints.data()), 1, word_type(sizeof own), c_.comm.handle))
+      return c_.done(code);
+    int other = 0;
+    while (other + 1 < c_.comm.size && prints[other] == prints[0]) ++other;
+    return c_.fail("the run is not the same on all ranks: that of rank " + std::to_string(other) +
+                   " differs from that of rank 0. Give the same dtype, time step, number of steps, "
+                   "survey and settings on every rank.");
+  }
 
   // ---- boundary saving ----
 

@@ -112,13 +112,17 @@ class ScratchFile {
 
  private:
   static constexpr int64_t kPage = 4096;
+  static constexpr int kTries = 16;
 
   void reserve() {
     const int64_t needed = pitch_ * static_cast<int64_t>(checksums_.size());
     int code = 0;
 #ifdef __linux__
-    do code = fallocate(file_, 0, 0, needed) ? errno : 0;
-    while (code == EINTR);
+    // A call that a signal interrupts begins again. Under a profiler's timer a long one would never end.
+    for (int i = 0; i < kTries; ++i) {
+      code = fallocate(file_, 0, 0, needed) ? errno : 0;
+      if (code != EINTR) break;
+    }
 #else
     code = EOPNOTSUPP;
 #endif
@@ -127,7 +131,8 @@ class ScratchFile {
     struct statvfs there;
     const bool known = fstatvfs(file_, &there) == 0;
     const double free = known ? static_cast<double>(there.f_bavail) * there.f_frsize : 0;
-    const bool unsupported = code == EOPNOTSUPP || code == ENOSYS || code == EINVAL;
+    const bool unsupported =
+        code == EOPNOTSUPP || code == ENOSYS || code == EINVAL || code == EINTR;
     if (unsupported && (!known || free >= needed)) return;
     full_ = unsupported || code == ENOSPC || code == EDQUOT || code == EFBIG;
     error_ = "needs " + size_text(needed) + " (" + std::to_string(needed) + " bytes) in '" +

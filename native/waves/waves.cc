@@ -116,7 +116,8 @@ MPIGRAD_EXPORT const char* mpigrad_waves_create_run(
 }
 
 MPIGRAD_EXPORT void mpigrad_waves_profile(int64_t id, const double* values, int64_t count) {
-  mpigrad::waves::find_setup(id)->profiles.emplace_back(values, values + count);
+  if (const auto setup = mpigrad::waves::find_setup(id))
+    setup->profiles.emplace_back(values, values + count);
 }
 
 // Points in compressed rows, `points` of them in each of `shots` shots. Cells are in C order.
@@ -124,8 +125,9 @@ MPIGRAD_EXPORT void mpigrad_waves_points(int64_t id, int64_t shots, int64_t poin
                                          const int64_t* starts, const int64_t* cells,
                                          const double* weights) {
   using namespace mpigrad::waves;
-  Setup& setup = *find_setup(id);
-  const Tile& tile = setup.tile;
+  const std::shared_ptr<Setup> setup = find_setup(id);
+  if (!setup) return;
+  const Tile& tile = setup->tile;
   PointTable table;
   table.points = points;
   table.shots.resize(shots);
@@ -139,7 +141,7 @@ MPIGRAD_EXPORT void mpigrad_waves_points(int64_t id, int64_t shots, int64_t poin
       }
     shot.sort(tile);
   }
-  setup.tables.push_back(std::move(table));
+  setup->tables.push_back(std::move(table));
 }
 
 MPIGRAD_EXPORT void mpigrad_waves_free(int64_t id) {

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple, NoReturn, TypeVar
 
 from mpigrad._renamed import old_names
@@ -16,6 +16,7 @@ from mpigrad.communicator import Communicator
 __all__ = [
     "FoundError",
     "assert_same_on_all_ranks",
+    "assert_same_settings",
     "call_on_root",
     "gather_errors",
     "raise_error",
@@ -98,8 +99,27 @@ def assert_same_on_all_ranks(comm: Communicator, value: object, what: str) -> No
     what
         The subject of the sentence "... must be the same on all ranks".
     """
+    _assert_same(comm.mpi.allgather(value), what)
+
+
+def assert_same_settings(comm: Communicator, settings: Mapping[str, object], name: str) -> None:
+    """Raise a ValueError on every rank that names the first setting that differs.
+
+    Parameters
+    ----------
+    settings
+        Values by name, with the same names on all ranks.
+    name
+        The function that has these settings.
+    """
+    ranks = comm.mpi.allgather({key: str(value) for key, value in settings.items()})
+    for key in settings:
+        _assert_same([rank[key] for rank in ranks], f"{name}: {key}")
+
+
+def _assert_same(values: Sequence[object], what: str) -> None:
     ranks: dict[str, list[int]] = {}
-    for rank, other in enumerate(comm.mpi.allgather(value)):
+    for rank, other in enumerate(values):
         ranks.setdefault(str(other), []).append(rank)
     if len(ranks) > 1:
         found = "; ".join(

@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from launching import PROGRAMS, mpigrad
+from launching import PROGRAMS, idling, mpigrad
 from mpigrad.sparse.solvers.hypre_library import hypre_available
 
 pytestmark = [
@@ -35,6 +35,6 @@ def test_a_stopped_rank_in_a_solve_ends_the_job() -> None:
 
 @pytest.mark.full("a solve that takes longer than a second takes processor time")
 def test_a_solve_may_take_longer_than_an_operation_may_wait() -> None:
-    done = mpigrad("launch", "-n", 2, PROGRAM, "long", MPIGRAD_TIMEOUT="1")
+    done = mpigrad("launch", "-n", 2, PROGRAM, "long", MPIGRAD_TIMEOUT="1", **idling())
     assert done.returncode == 0, done.stderr
     assert float(done.stdout.split()[1]) > 3.0  # of which a part compiles

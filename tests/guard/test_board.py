@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import pathlib
 import shlex
@@ -111,8 +112,9 @@ def test_the_memory_of_the_board_is_reserved(monkeypatch: pytest.MonkeyPatch) ->
     size = b.HEADER.itemsize + 2 * b.SLOT.itemsize
     for others, expected in (((), "/dev/shm"), (("/dev/shm",), temporary)):
         full(monkeypatch, *others)
-        path = b._create(size, 2)
+        path, file = b._create(size, 2)
         try:
+            os.close(file)
             assert os.path.dirname(os.path.realpath(path)) == expected
             status = os.stat(path)
             entries = 2 * b.ENTRIES * b.ENTRY.itemsize
@@ -128,8 +130,26 @@ def test_the_memory_of_the_board_is_reserved(monkeypatch: pytest.MonkeyPatch) ->
         return made[-1]
 
     monkeypatch.setattr(tempfile, "mkstemp", record)
-    assert b._create(size, 2) == ""
+    assert b._create(size, 2) == ("", -1)
     assert len(made) == 2 and not any(os.path.exists(path) for _, path in made)
+
+
+@pytest.mark.ranks(1)
+def test_boards_of_dead_ranks_are_removed(tmp_path: pathlib.Path) -> None:
+    """A board that is in use, a new one and other files stay."""
+    dead, used, new, other = (
+        tmp_path / f"{b._PREFIX}{n}" for n in ("dead", "used", "new", "other")
+    )
+    other = other.with_name("mpigrad-other")
+    for path in (dead, used, new, other):
+        path.write_bytes(b"1")
+        os.utime(path, (0, 0) if path != new else None)
+    with used.open("r+b") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        b._remove_leftovers(str(tmp_path))
+        assert sorted(p.name for p in tmp_path.iterdir()) == sorted(
+            p.name for p in (used, new, other)
+        )
 
 
 @pytest.mark.ranks(2, 3)

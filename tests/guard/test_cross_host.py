@@ -21,7 +21,7 @@ def hosts():
     listener, port = cross_host._listen()
     assert listener is not None
     addresses = [
-        cross_host._Address(f"node{i}", (i,), ("127.0.0.1",), port, bytes([i] * 16))
+        cross_host._Address(f"node{i}", (i,), ("127.0.0.1",) * i, port, bytes([i] * 16))
         for i in range(2)
     ]
     queries = [
@@ -61,3 +61,57 @@ def test_the_secret_is_needed_and_not_sent(hosts, monkeypatch):
         dataclasses.replace(hosts[0].boards[1], secret=bytes(16)),
     ]
     assert hosts[0].rank_states(lambda: [])[1] == ["node1"]
+
+
+def test_whether_hosts_answer(hosts):
+    port = hosts[1].boards[1].port
+    hosts[0].boards[1] = dataclasses.replace(hosts[0].boards[1], port=1)
+    assert hosts[0].lost_hosts(must_answer=True) == []  # it was never there
+    hosts[0].boards[1] = dataclasses.replace(hosts[0].boards[1], port=port)
+    for must_answer in (True, False):
+        assert hosts[0].lost_hosts(must_answer=must_answer) == []
+    assert int(hosts[1].board.header["cause"]) == 0  # it has left its report to nobody
+    with socket.create_server(("127.0.0.1", 0)) as stopped:  # the system accepts connections
+        port = stopped.getsockname()[1]
+        hosts[0].boards[1] = dataclasses.replace(hosts[0].boards[1], port=port)
+        assert hosts[0].lost_hosts(must_answer=False) == []
+        assert hosts[0].lost_hosts(must_answer=True) == ["node1"]
+    assert hosts[0].lost_hosts(must_answer=False) == ["node1"]
+
+
+def test_a_stranger_on_the_port_is_not_believed(hosts):
+    """It does not know the secret, whatever it answers."""
+    text = b'{"asks": true, "lines": ["false"]}'
+    real = cross_host._answer(bytes(16), bytes(16), bytes(16), text)
+    for answer in (text, real, real[: -len(text) - 4] + b"\xff\xff\xff\xff"):
+        with socket.create_server(("127.0.0.1", 0)) as listener:
+            hosts[0].boards[1] = dataclasses.replace(
+                hosts[0].boards[1], port=listener.getsockname()[1]
+            )
+
+            def stranger(listener=listener, answer=answer):
+                client, _ = listener.accept()
+                with client:
+                    client.sendall(bytes(16))
+                    client.recv(100)
+                    client.sendall(answer)
+
+            threading.Thread(target=stranger, daemon=True).start()
+            lines, missing = hosts[0].rank_states(lambda: [])
+            assert missing == ["node1"] and "false" not in lines
+
+
+def test_addresses_of_the_own_host_are_not_asked(hosts):
+    own, other = hosts[0].boards
+    hosts[0].boards[0] = dataclasses.replace(own, addresses=("172.17.0.1", "10.0.0.1"))
+    hosts[0].boards[1] = dataclasses.replace(other, addresses=("172.17.0.1", "10.0.0.2"))
+    assert hosts[0]._addresses_of(1) == ["10.0.0.2"]
+
+
+def test_few_clients_at_once(hosts):
+    before = threading.active_count()
+    silent = [socket.create_connection(("127.0.0.1", hosts[0].boards[1].port)) for _ in range(40)]
+    time.sleep(0.2)
+    assert threading.active_count() - before <= cross_host._CLIENTS
+    for client in silent:
+        client.close()

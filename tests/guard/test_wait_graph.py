@@ -415,9 +415,6 @@ def test_states() -> None:
         == f"{idle} 9 s (last seen at prog.py:7); last operation: {expected}"
     )
     assert reader.state(0, 0, "has died") == f"has died; last operation: {expected}"
-    ranks.slots[1]["elsewhere"], ranks.slots[1]["elsewhere_since_ns"] = b"solve", second
-    ranks.slots[1]["elsewhere_site"] = 1
-    assert reader.state(1, 5 * second) == "has waited 4 s in solve at prog.py:1"
 
 
 def test_ranks_with_different_times_share_a_line() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import pathlib
+import re
 import signal
 import subprocess
 import sys
@@ -20,6 +21,7 @@ from network import Network, children
 from launching import PROGRAMS, command
 from mpigrad.launch.launcher import rank_environment
 from mpigrad.launch.mpi_installation import find_launcher, mpi_library
+from mpigrad.sparse.solvers.hypre_library import hypre_available
 
 HERE = pathlib.Path(__file__).resolve().parent
 LIMIT = 200.0  # seconds, for a busy machine
@@ -256,3 +258,21 @@ def test_a_run_goes_on_when_hosts_are_lost(network: Network, shared: pathlib.Pat
         else:
             network[lost].reboot()
     assert np.array_equal(run.finish(node1=2, node3=2), whole)
+
+
+@pytest.mark.skipif(not hypre_available(), reason="no hypre")
+def test_a_host_that_is_lost_in_a_solve(network: Network, shared: pathlib.Path) -> None:
+    """A solve by hypre may take any time, but not if the host of a rank is cut off."""
+    hosts = hosts_file(shared, node1=1, node2=1)
+    words = command("launch", "--hosts", hosts, PROGRAMS / "stopped_solve.py", "endless")
+    job = Job(network, "node1", words, MPIGRAD_TIMEOUT=f"{TIMEOUT:g}")
+    job.until("solves begin")
+    time.sleep(2.0 * TIMEOUT)  # of solves while all hosts are there
+    network["node2"].cut()
+    done = job.end()
+    assert done.code not in (0, 124), done
+    assert done.seconds < 2 * TIMEOUT + 30, done
+    assert "on node2, which does not answer:\n  rank 1: unknown" in done.errors, done
+    assert re.search(r"rank 0: has waited \d+ s in solve at .*stopped_solve.py:\d+", done.errors)
+    _ended(network, "node2")
+    network["node2"].mend()

@@ -291,7 +291,8 @@ def test_a_full_disk() -> None:
 @pytest.mark.ranks(2)
 def test_ranks_with_different_histories(comm: Communicator) -> None:
     memory = History(precision="float16" if comm.rank else None)
-    with pytest.raises(Exception, match="not the same on all ranks"):
+    expected = "precision of the history must be .* got None on rank 0; float16 on rank 1"
+    with pytest.raises(ValueError, match=expected):
         gradient(comm, "acoustic", memory=memory)
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from mpigrad.collective_errors import raise_on_all_ranks
+from mpigrad.collective_errors import assert_same_settings, raise_on_all_ranks
 from mpigrad.fem.mesh import Facets, Mesh
 from mpigrad.fem.nodes import Nodes, make_nodes
 from mpigrad.fem.reference import lagrange_element, reference_cell
@@ -78,6 +78,8 @@ class Space:
                     "fem.Space: components must be a positive integer, got "
                     f"{components!r} on rank {mesh.comm.rank}. Give 1 for a scalar field."
                 )
+        settings = {"degree": int(degree), "components": components}
+        assert_same_settings(mesh.comm, settings, "fem.Space")
         self.mesh = mesh
         self.degree = int(degree)
         self.components = components

@@ -13,6 +13,7 @@ import itertools
 import os
 import tempfile
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -66,9 +67,6 @@ SLOT = np.dtype(
         "world_rank pid namespace entries_used sites_used state since_ns serial kind polling entry "
         "site counts_invalid failure_seen sends receives messages faults",
         ("operation", f"S{NAME}"),
-        ("elsewhere_since_ns", "i8"),
-        ("elsewhere_site", "i8"),
-        ("elsewhere", f"S{NAME}"),
         ("handling", f"S{TEXT}"),
         ("line_ns", "i8"),
         ("line", f"S{TEXT}"),
@@ -208,10 +206,10 @@ def _map(lib: ctypes.CDLL, near: MPI.Comm) -> tuple[int | None, int | None]:
     Returns (None, None) if that is impossible, or with MPIGRAD_BOARD=0 (as between hosts).
     """
     size = lib.mpigrad_board_bytes(near.size)
-    path = ""
+    path, made = "", -1
     wanted = os.environ.get("MPIGRAD_BOARD", "1") != "0" and near.size <= RANKS
     if near.rank == 0 and wanted:
-        path = _create(size, near.size)
+        path, made = _create(size, near.size)
     path = near.bcast(path)
     memory, lock = None, None
     if path:
@@ -221,6 +219,7 @@ def _map(lib: ctypes.CDLL, near: MPI.Comm) -> tuple[int | None, int | None]:
     everybody = near.allreduce(int(memory is not None), MPI.MIN) == 1
     if near.rank == 0 and path:
         os.unlink(path)
+        os.close(made)
     return (memory, lock) if everybody else (None, None)
 
 
@@ -232,16 +231,44 @@ def _slot_begin(index: int) -> int:
     return HEADER.itemsize + index * SLOT.itemsize
 
 
-def _create(size: int, ranks: int) -> str:
-    """Create the file of a board and reserve its memory. Returns its path, or "" without space.
+_PREFIX = "mpigrad-board-"
+_NEW = 60.0  # seconds in which a file may not have its lock yet
+
+
+def _remove_leftovers(directory: str) -> None:
+    """Remove the boards of ranks that were killed before they had unlinked their board.
+
+    Such a file takes memory until the machine starts again. Whoever makes a board holds a lock on
+    its file until the file is unlinked. The system releases the lock of a process that ends.
+    """
+    for entry in os.scandir(directory):
+        if not entry.name.startswith(_PREFIX):
+            continue
+        with contextlib.suppress(OSError):  # it is another user's, in use, or gone
+            file = os.open(entry.path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                if time.time() - os.fstat(file).st_mtime > _NEW:
+                    os.unlink(entry.path)
+            finally:
+                os.close(file)
+
+
+def _create(size: int, ranks: int) -> tuple[str, int]:
+    """Create the file of a board and reserve its memory.
+
+    Returns its path and a descriptor with a lock, or "" and -1 without space. Close the descriptor
+    when the file is unlinked.
 
     Other programs may fill the file system later. A page that was not reserved would then end the
     first rank that touches it. The entries of communicators are reserved when they are made.
     """
     for directory in ("/dev/shm", tempfile.gettempdir()):
         with contextlib.suppress(OSError):
-            file, path = tempfile.mkstemp(prefix="mpigrad-", dir=directory)
+            _remove_leftovers(directory)
+            file, path = tempfile.mkstemp(prefix=_PREFIX, dir=directory)
             try:
+                fcntl.flock(file, fcntl.LOCK_EX)
                 os.truncate(file, size)
                 begin = 0
                 for index in range(ranks):
@@ -250,11 +277,10 @@ def _create(size: int, ranks: int) -> str:
                 _reserve(file, begin, size)
             except OSError:  # no space, or a limit of this user
                 os.unlink(path)
-                continue
-            finally:
                 os.close(file)
-            return path
-    return ""
+                continue
+            return path, file
+    return "", -1
 
 
 def _reserve(file: int, begin: int, end: int) -> None:

@@ -293,10 +293,6 @@ class Reader:
             return gone + (last or ", after importing mpigrad")
         if int(slot["state"]) == b.IN_OPERATION:
             return f"has waited {seconds:.0f} s in {self.operation(r)}{self.exception_note(r)}"
-        if int(slot["elsewhere_since_ns"]):
-            seconds = (now_ns - int(slot["elsewhere_since_ns"])) * 1e-9
-            line = self.site(r, int(slot["elsewhere_site"]))
-            return f"has waited {seconds:.0f} s in {decode(slot['elsewhere'])} at {line}"
         if not last:
             return f"has not called any operation yet{self.line(r, now_ns)}"
         return f"has not called an operation for {seconds:.0f} s{self.line(r, now_ns)}{last}"

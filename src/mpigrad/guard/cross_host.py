@@ -5,7 +5,9 @@ on its own TCP port, independent of MPI and of its program. If a host does not a
 or its link is cut.
 
 A host answers only who knows its secret, which is exchanged by MPI and never sent over this port.
-The asker shows a digest of the secret and of a number of the host's choice.
+The asker shows a digest of the secret and of a number that the host chose, and the host's answer
+has a digest of the secret and of both sides' numbers. A process that listens on the port of another
+host is therefore not believed.
 """
 
 from __future__ import annotations
@@ -32,7 +34,10 @@ from mpigrad.guard.wait_graph import grouped
 __all__ = ["LIMIT", "HostQuery", "open_host_query"]
 
 LIMIT = 2.0  # seconds to wait for an answer
-_SECRET, _DIGEST = 16, 32  # bytes
+_SECRET, _DIGEST, _LENGTH = 16, 32, 4  # bytes, also of numbers and of the length of an answer
+_MOST = 1 << 20  # bytes of an answer
+_CLIENTS = 16  # that are answered at once
+_NO_REPORT = 2**32 - 1  # in place of the asker's index: it only asks whether the host answers
 _SIOCGIFADDR = 0x8915
 
 
@@ -61,6 +66,7 @@ class HostQuery:
     def __init__(self, board: b.Board, boards: Sequence[_Address]) -> None:
         self.board, self.boards = board, boards
         self.own_index = next(i for i, other in enumerate(boards) if other.ranks == board.ranks)
+        self.reached_before: set[int] = set()  # the boards to which a connection was made
 
     def rank_states(
         self, own_states: Callable[[], list[str]]
@@ -70,7 +76,7 @@ class HostQuery:
         If several boards ask at once, only the first reports, and the others get None.
         `own_states` returns the lines for this board.
         """
-        answers = asyncio.run(self._ask())
+        answers, _ = asyncio.run(self._ask(self.own_index))
         if any(i < self.own_index and answer["asks"] for i, answer in answers.items()):
             return None
         lines, missing = [], []
@@ -84,51 +90,99 @@ class HostQuery:
                 lines += [f"on {other.host}, which does not answer:", *ranks]
         return lines, missing
 
-    async def _ask(self) -> dict[int, dict]:
+    def lost_hosts(self, *, must_answer: bool) -> list[str]:
+        """Return the hosts that were reached before, and now are not or do not answer if they must.
+
+        The system of a host accepts a connection for a process that is stopped, or that has held
+        Python's lock for long. A host behind a firewall is never reached, and so never lost. No
+        board leaves a report to another one because of this.
+        """
+        answers, reached = asyncio.run(self._ask(_NO_REPORT))
+        self.reached_before |= reached
+        lost = self.reached_before - set(answers if must_answer else reached)
+        return [self.boards[i].host for i in sorted(lost)]
+
+    async def _ask(self, asker: int) -> tuple[dict[int, dict], set[int]]:
+        """Return the answers of boards, and the boards to which a connection was made."""
         answers: dict[int, dict] = {}
-        me = self.boards[self.own_index]
-        tasks = []
-        for i, other in enumerate(self.boards):
-            near = ("127.0.0.1",) if other.host == me.host else ()
-            for address in (*other.addresses, *near) if i != self.own_index else ():
-                tasks.append(asyncio.create_task(self._ask_one(i, address, answers)))
+        reached: set[int] = set()
+        tasks = [
+            asyncio.create_task(self._ask_one(i, address, asker, answers, reached))
+            for i in range(len(self.boards))
+            for address in self._addresses_of(i)
+        ]
         if tasks:
             _, late = await asyncio.wait(tasks, timeout=LIMIT)
             for task in late:
                 task.cancel()
-        return answers
+        return answers, reached
 
-    async def _ask_one(self, i: int, address: str, answers: dict[int, dict]) -> None:
+    def _addresses_of(self, i: int) -> list[str]:
+        """Return where to ask another board.
+
+        Addresses that this host has too, such as those of virtual bridges, lead to this host.
+        """
+        me, other = self.boards[self.own_index], self.boards[i]
+        if i == self.own_index:
+            return []
+        if other.host == me.host:
+            return [*other.addresses, "127.0.0.1"]
+        return [address for address in other.addresses if address not in me.addresses]
+
+    async def _ask_one(
+        self, i: int, address: str, asker: int, answers: dict[int, dict], reached: set[int]
+    ) -> None:
         with contextlib.suppress(OSError, EOFError, ValueError):
-            board = self.boards[i]
+            board, own_number = self.boards[i], secrets.token_bytes(_SECRET)
             reader, writer = await asyncio.open_connection(address, board.port)
+            reached.add(i)
             number = await reader.readexactly(_SECRET)
-            writer.write(_question(board.secret, number, self.own_index))
-            answers[i] = json.loads(await reader.read())
+            writer.write(_question(board.secret, number, own_number, asker))
+            head = await reader.readexactly(_DIGEST + _LENGTH)
+            length = int.from_bytes(head[_DIGEST:])
+            if length <= _MOST:
+                text = await reader.readexactly(length)
+                expected = _answer(board.secret, number, own_number, text)
+                if hmac.compare_digest(head + text, expected):
+                    answers[i] = json.loads(text)
             writer.close()
 
     def answer(self, listener: socket.socket, own_states: Callable[[], list[str]]) -> None:
         """Answer queries about this board until the process ends."""
+        free = threading.Semaphore(_CLIENTS)
         while True:
+            free.acquire()
             try:
                 connection, _ = listener.accept()
                 # Each has a thread of its own: a client that says nothing holds up nobody.
                 threading.Thread(
-                    target=self._answer_one, args=(connection, own_states), daemon=True
+                    target=self._answer_one, args=(connection, own_states, free), daemon=True
                 ).start()
             except (OSError, RuntimeError):  # this process has no descriptors or threads now
+                free.release()
                 time.sleep(0.1)
 
-    def _answer_one(self, connection: socket.socket, own_states: Callable[[], list[str]]) -> None:
+    def _answer_one(
+        self,
+        connection: socket.socket,
+        own_states: Callable[[], list[str]],
+        free: threading.Semaphore,
+    ) -> None:
         secret, number = self.boards[self.own_index].secret, secrets.token_bytes(_SECRET)
         with connection, contextlib.suppress(Exception):
             connection.settimeout(LIMIT / 2)
             connection.sendall(number)
-            question = connection.recv(_DIGEST + 4, socket.MSG_WAITALL)
-            (asker,) = struct.unpack("!I", question[_DIGEST:])
-            if hmac.compare_digest(question, _question(secret, number, asker)):
-                answer = {"asks": self._leave_to(asker), "lines": own_states()}
-                connection.sendall(json.dumps(answer).encode())
+            question = connection.recv(_SECRET + 4 + _DIGEST, socket.MSG_WAITALL)
+            theirs, asker = struct.unpack(f"!{_SECRET}sI", question[:-_DIGEST])
+            if hmac.compare_digest(question, _question(secret, number, theirs, asker)):
+                reports = asker != _NO_REPORT
+                states = {
+                    "asks": reports and self._leave_to(asker),
+                    "lines": own_states() if reports else [],
+                }
+                text = json.dumps(states).encode()
+                connection.sendall(_answer(secret, number, theirs, text))
+        free.release()
 
     def _leave_to(self, asker: int) -> bool:
         """Return True if a rank of this board reports. If not, let the asking board report."""
@@ -139,10 +193,16 @@ class HostQuery:
             return cause > 0
 
 
-def _question(secret: bytes, number: bytes, asker: int) -> bytes:
-    """Return the question of board `asker` to the host with this secret."""
-    end = struct.pack("!I", asker)
-    return hmac.digest(secret, number + end, "sha256") + end
+def _question(secret: bytes, number: bytes, own_number: bytes, asker: int) -> bytes:
+    """Return the question of board `asker` to the host with this secret, which chose `number`."""
+    begin = own_number + struct.pack("!I", asker)
+    return begin + hmac.digest(secret, b"question" + number + begin, "sha256")
+
+
+def _answer(secret: bytes, number: bytes, their_number: bytes, text: bytes) -> bytes:
+    """Return an answer: digest, length and text."""
+    digest = hmac.digest(secret, b"answer" + number + their_number + text, "sha256")
+    return digest + len(text).to_bytes(_LENGTH) + text
 
 
 def open_host_query(board: b.Board, own_states: Callable[[], list[str]]) -> HostQuery | None:

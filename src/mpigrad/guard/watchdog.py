@@ -163,13 +163,18 @@ class Watchdog:
         self._refused: dict[int, int] = {}
         self._last = (0, False), 0  # the state at the last look, and since when it holds
         self._lost = 0.0  # seconds of the current operation in which this process was suspended
-        self._halted = math.inf  # the time at which the process of another rank was seen stopped
+        self._halted = math.inf  # since when another rank is stopped, or its host does not answer
+        self._asked = 0.0  # when the other hosts were last asked
+        self._lost_hosts = False  # whether one of them did not answer
         self._errors = 0  # of this thread
 
     def start(self) -> None:
         threading.Thread(target=self._run, daemon=True, name=self.NAME).start()
 
     def _run(self) -> None:
+        if self.host_query is not None and self.board.own_index == 0:
+            with contextlib.suppress(Exception):  # no file descriptors, for example
+                self.host_query.lost_hosts(must_answer=False)  # finds those that can be reached
         now, last = record(), _now()
         while True:
             time.sleep(self.tick)
@@ -186,7 +191,6 @@ class Watchdog:
         self.board.slots[self.board.own_index]["watched_ns"] = _now()
         start = self._start(now)
         waited = (_now() - start) * 1e-9 - self._lost if start else 0.0
-        self._note_elsewhere(start)
         # The working directory may not exist, and formatting an exception may raise another.
         with contextlib.suppress(Exception):
             if not start:
@@ -204,13 +208,31 @@ class Watchdog:
             self._raise(finding)
 
     def _halted_seconds(self) -> float:
-        """Return for how long the process of another rank of this host has been stopped."""
+        """Return for how long another rank of this host has been stopped, or a host was lost."""
         others = set(range(len(self.board.ranks))) - {self.board.own_index}
-        if not any(stop_note(self.board, r) for r in others):
+        if not any(stop_note(self.board, r) for r in others) and not self._a_host_is_lost():
             self._halted = math.inf
             return 0.0
         self._halted = min(self._halted, now := time.monotonic())
         return now - self._halted
+
+    def _a_host_is_lost(self) -> bool:
+        """Return True if another host did not answer when it was last asked.
+
+        The first rank of a host that waits asks, a few times within the limit.
+        """
+        slots, me = self.board.slots, self.board.own_index
+        first = int((slots["state"] == b.IN_OPERATION).argmax())
+        if self.host_query is None or not self.seconds or first != me:
+            return False
+        now = time.monotonic()
+        if now - self._asked >= self.seconds / 4:
+            # All ranks of a solve are in native code, so that their watchdogs answer. A rank that
+            # serves others may hold Python's lock for any time.
+            solves = bytes(slots[me]["operation"]) == b"solve"
+            self._lost_hosts = bool(self.host_query.lost_hosts(must_answer=solves))
+            self._asked = time.monotonic()
+        return self._lost_hosts
 
     def _suspect_limit(self) -> float:
         """Return the time limit of a collective after a mismatch that MPI forgave (else infinity).
@@ -247,15 +269,6 @@ class Watchdog:
             return begun if start else 0
         # If the process was suspended, count from the end of the suspension.
         return max(start, begun - int(self.tick * 1e9))
-
-    def _note_elsewhere(self, start: int) -> None:
-        """Write a call that no handler announces, such as a solver's, to the board."""
-        mine, now = self.board.slots[self.board.own_index], record()
-        inside = start and int(mine["state"]) != b.IN_OPERATION
-        if inside and now.operation:
-            mine["elsewhere"], mine["elsewhere_site"] = now.operation[: b.NAME - 1], now.site
-        if inside or int(mine["elsewhere_since_ns"]):
-            mine["elsewhere_since_ns"] = start if inside else 0
 
     def _note_line(self) -> None:
         """Write the line of the program to the board while this rank is outside operations."""

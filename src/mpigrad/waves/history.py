@@ -75,11 +75,6 @@ class History:
             object.__setattr__(self, "directory", os.path.abspath(self.directory))
 
     @property
-    def form(self) -> tuple[str | None, bool]:
-        """The part of a history that must be the same on all ranks."""
-        return self.precision, self.directory is not None
-
-    @property
     def code(self) -> int:
         """The code of the precision in the native library."""
         return _PRECISIONS[self.precision]

@@ -329,8 +329,27 @@ def test_rejects_runs_that_differ_between_ranks(comm, method):
     velocity, wavelets, *_ = whole()
     acoustic = dataclasses.replace(model(comm), dt=DT / (1 + comm.rank), method=method)
     mine = jnp.asarray(velocity[acoustic.grid.slices])
-    with pytest.raises(Exception, match="the run is not the same on all ranks"):
-        jax.block_until_ready(acoustic.propagate(mine, wavelets, survey()))
+    expected = rf"Acoustic.propagate: dt must be .* got {DT} on rank 0; {DT / 2} on rank 1"
+    with pytest.raises(ValueError, match=expected):
+        acoustic.propagate(mine, wavelets, survey())
+
+
+def record_gathers(acoustic, wavelets, velocity):
+    return acoustic.propagate(velocity, wavelets, survey()).gathers
+
+
+@pytest.mark.ranks(2)
+def test_rejects_programs_that_differ_between_ranks(comm):
+    """Both were traced on both ranks."""
+    velocity, wavelets, *_ = whole()
+    mine = jnp.asarray(velocity[model(comm).grid.slices])
+    programs = []
+    for dt in (DT, DT / 2):
+        acoustic = dataclasses.replace(model(comm), dt=dt)
+        programs.append(mpigrad.jit(functools.partial(record_gathers, acoustic, wavelets)))
+        programs[-1](mine).block_until_ready()
+    with pytest.raises(jax.errors.JaxRuntimeError, match="rank 1 differs from that of rank 0"):
+        programs[comm.rank](mine).block_until_ready()
 
 
 @pytest.mark.ranks(2)
@@ -338,7 +357,7 @@ def test_rejects_dtypes_that_differ_between_ranks(comm):
     velocity, wavelets, *_ = whole()
     acoustic = model(comm)
     mine = jnp.asarray(velocity[acoustic.grid.slices], [jnp.float32, jnp.float64][comm.rank])
-    with pytest.raises(Exception, match="give the same dtype"):
+    with pytest.raises(Exception, match=r"dtype must be .* got float32 on rank 0"):
         jax.block_until_ready(acoustic.propagate(mine, wavelets, survey()))
 
 

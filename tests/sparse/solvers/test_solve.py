@@ -1,5 +1,6 @@
 import dataclasses
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +14,7 @@ from mpigrad.sparse import (
     GMRES,
     PCG,
     BoomerAMG,
+    BoxMG,
     Jacobi,
     Matrix,
     Pattern,
@@ -344,15 +346,29 @@ def test_a_huge_diagonal_hides_no_asymmetry(comm, preconditioner):
 
 
 @pytest.mark.ranks(2, 3)
-@pytest.mark.skipif(not hypre_available(), reason="no hypre")
-def test_ranks_that_ask_for_different_solves(comm):
-    system = grid_system(comm)
-    for solver, b in (
-        (PCG(rtol=1e-4 if comm.rank else 1e-8), system.b),
-        (PCG(), jnp.stack([system.b] * (1 + comm.rank), 1)),
+@pytest.mark.parametrize("preconditioner", [BoomerAMG(), BoxMG()], ids=["hypre", "boxmg"])
+def test_ranks_that_ask_for_different_solves(comm, preconditioner):
+    if preconditioner.by_hypre and not hypre_available():
+        pytest.skip("no hypre")
+    grid, name = mg.Grid((8, 6), (1.0, 1.0), comm), re.escape(repr(preconditioner))
+    pattern = Pattern.from_stencil(grid, [(0, 0), (-1, 0), (1, 0), (0, -1), (0, 1)])
+    matrix = Matrix.assemble(pattern, [jnp.full(grid.local_shape, v) for v in (5.0, *[-1.0] * 4)])
+    method, b = PCG(preconditioner=preconditioner), jnp.ones(grid.n_local)
+    for solver, sides, texts in (
+        (
+            dataclasses.replace(method, rtol=1e-4 if comm.rank else 1e-8),
+            b,
+            (f"1 right-hand side by PCG.preconditioner={name}, rtol=1e-08,", "rtol=0.0001,"),
+        ),
+        (
+            method,
+            jnp.stack([b] * (1 + comm.rank), 1),
+            ("1 right-hand side by", "2 right-hand sides by"),
+        ),
     ):
-        with pytest.raises(jax.errors.JaxRuntimeError, match="ask for different solves"):
-            solve(system.matrix, b, solver).value.block_until_ready()
+        expected = f"ask for different solves: rank 0 for .*{texts[0]}.*, rank 1 for .*{texts[1]}"
+        with pytest.raises(jax.errors.JaxRuntimeError, match=expected):
+            solve(matrix, sides, solver).value.block_until_ready()
 
 
 @pytest.mark.ranks(2)

@@ -11,7 +11,14 @@ from mpigrad.sparse.matrix.pattern import Pattern
 from mpigrad.sparse.solvers.krylov.system import LinearSystem, Outcome
 from mpigrad.sparse.solvers.preconditioners import Preconditioner
 
-__all__ = ["INFO", "LinearSolver", "check_diagonal", "check_hashable", "check_steps"]
+__all__ = [
+    "INFO",
+    "LinearSolver",
+    "check_diagonal",
+    "check_hashable",
+    "check_steps",
+    "request_text",
+]
 
 # The entries of a solve's info, for each right-hand side and in its real dtype: `Result`, steps,
 # relative residual |b - A x| / |b|, set-ups of the preconditioner so far, and the id of the
@@ -150,6 +157,16 @@ def check_hashable(solver: LinearSolver) -> None:
             f'"{error}". Make both frozen dataclasses, and compute arrays in `iterate` and '
             "`inverse`."
         ) from None
+
+
+def request_text(solver: LinearSolver) -> str:
+    """Return the settings of a solve by a library, which must be the same on all ranks."""
+    restart = getattr(solver, "restart", None)
+    return (
+        f"{type(solver).__name__}(preconditioner={solver.preconditioner!r}, "
+        f"rtol={float(solver.rtol)!r}, max_steps={int(solver.max_steps)}"
+        + (f", restart={int(restart)})" if restart is not None else ")")
+    )
 
 
 def check_steps(name: str, rtol: float, max_steps: int) -> None:

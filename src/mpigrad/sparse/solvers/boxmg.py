@@ -15,7 +15,7 @@ from mpigrad.operations._jax_compat import Primitive, ShapedArray
 from mpigrad.operations.native_targets import register_target
 from mpigrad.sparse.matrix.pattern import Pattern
 from mpigrad.sparse.solvers import pfmg
-from mpigrad.sparse.solvers.base import INFO, LinearSolver
+from mpigrad.sparse.solvers.base import INFO, LinearSolver, request_text
 from mpigrad.sparse.solvers.methods import PCG
 from mpigrad.sparse.solvers.multigrid_library import library
 from mpigrad.sparse.solvers.preconditioners import BoxMG
@@ -75,6 +75,7 @@ def run(
         max_steps=int(solver.max_steps),
         throws=bool(throw),
         name=f"{type(solver).__name__} with BoxMG",
+        settings=request_text(solver),
     )
     return x, info
 

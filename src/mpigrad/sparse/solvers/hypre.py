@@ -15,7 +15,7 @@ from mpigrad.operations._jax_compat import Primitive, ShapedArray
 from mpigrad.runtime.call_sites import describe
 from mpigrad.sparse.matrix.pattern import Pattern
 from mpigrad.sparse.solvers import pfmg
-from mpigrad.sparse.solvers.base import INFO, LinearSolver
+from mpigrad.sparse.solvers.base import INFO, LinearSolver, request_text
 from mpigrad.sparse.solvers.hypre_library import check_size, hypre_available, library, why_no_hypre
 from mpigrad.sparse.solvers.preconditioners import (
     COARSENINGS,
@@ -100,8 +100,10 @@ def run(
         rtol=float(solver.rtol),
         max_steps=int(solver.max_steps),
         throws=bool(throw),
+        slot=pattern.comm.slot,
         site=site,
         name=f"{name} with {kind}",
+        settings=request_text(solver),
         where=describe(site),
     )
     return x, info

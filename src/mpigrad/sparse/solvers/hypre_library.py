@@ -104,9 +104,10 @@ def _load() -> tuple[Any, str]:
     lib.mpigrad_hypre_destroy.argtypes = [ctypes.c_int64]
     lib.mpigrad_hypre_totals.argtypes = [ctypes.c_void_p, ctypes.c_void_p]
     lib.mpigrad_hypre_version.restype = ctypes.c_char_p
-    lib.mpigrad_hypre_watch.argtypes = [ctypes.c_void_p, ctypes.c_void_p]
-    tell = ctypes.cast(communication().mpigrad_mark_failure, ctypes.c_void_p)
-    lib.mpigrad_hypre_watch(ctypes.addressof(record()), tell)
+    guard, names = communication(), ("mpigrad_begin", "mpigrad_end", "mpigrad_mark_failure")
+    lib.mpigrad_hypre_watch.argtypes = [ctypes.c_void_p] * (1 + len(names))
+    calls = (ctypes.cast(getattr(guard, name), ctypes.c_void_p) for name in names)
+    lib.mpigrad_hypre_watch(ctypes.addressof(record()), *calls)
     register_target("mpigrad_hypre_solve", lib)
     at_exit(lib.mpigrad_hypre_finalize)  # runs before mpi4py ends MPI
     return lib, ""

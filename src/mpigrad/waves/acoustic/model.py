@@ -30,7 +30,7 @@ from mpigrad.waves.history import Memory, history_of
 from mpigrad.waves.interpolation import point_table
 from mpigrad.waves.options import check_options, runs_native
 from mpigrad.waves.primitive import propagate
-from mpigrad.waves.run_agreement import require_same_run
+from mpigrad.waves.run_agreement import assert_same_run
 from mpigrad.waves.stability import SECOND_DERIVATIVES, wave_equation_limit
 from mpigrad.waves.survey import Survey
 
@@ -246,11 +246,11 @@ class Acoustic:
         ValueError
             On all ranks, before the first step: if a shape or dtype is wrong, a source or receiver
             lies outside the model, the survey has another number of axes than the grid, only some
-            ranks give a density, or an option of the model has no effect with a density.
+            ranks give a density, an option of the model has no effect with a density, or a setting or
+            dtype differs between ranks (the text names it).
         RuntimeError
             On all ranks, before the first step: if a velocity or density is not positive and
-            finite, if `dt` is not stable (the text gives the largest stable one), or if the run is
-            not the same on all ranks.
+            finite, or if `dt` is not stable (the text gives the largest stable one).
 
         Examples
         --------
@@ -288,6 +288,8 @@ class Acoustic:
             if state is not None:
                 rest = jax.eval_shape(lambda: at_rest(scheme.tile, survey.n_shots, velocity.dtype))
                 arguments.check_state(name, scheme.tile, state, rest)
+        run = scheme.fingerprint
+        assert_same_run(name, scheme.settings, run, velocity.dtype, self.grid.comm)
         fastest = jnp.max(jax.lax.stop_gradient(velocity))
         arguments.warn_of_units(self, scheme.limit / fastest, fastest)
         shape = (survey.n_shots, survey.n_sources, self.steps)
@@ -296,7 +298,6 @@ class Acoustic:
             share, last = propagate(scheme.native, [velocity], amplitudes, state)
             last = State(*last)
         else:
-            require_same_run(scheme.fingerprint, velocity.dtype, self.grid.comm)
             buoyancy = None if rho is None else buoyancy_of(scheme.tile, self.order, rho)
             _require_stable(scheme, velocity, buoyancy)
             if state is None:

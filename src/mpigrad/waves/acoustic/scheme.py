@@ -13,7 +13,7 @@ from mpigrad.waves.acoustic.state import memory_size
 from mpigrad.waves.history import History
 from mpigrad.waves.interpolation import PointTable
 from mpigrad.waves.native_run import AcousticSettings, Run, RunSettings, native_axes
-from mpigrad.waves.run_agreement import fingerprint
+from mpigrad.waves.run_agreement import common_settings, fingerprint
 from mpigrad.waves.stability import wave_equation_limit
 from mpigrad.waves.survey import Survey
 
@@ -67,13 +67,20 @@ class Scheme:
         return wave_equation_limit(self.tile.grid, self.order)
 
     @functools.cached_property
+    def settings(self) -> dict[str, Any]:
+        """Everything that must be the same on all ranks, by name."""
+        common = common_settings(
+            self.tile, self.dt, self.steps, self.survey, self.checkpoints, self.history
+        )
+        return common | {
+            "order": self.order,
+            "velocity and frequency of the layers": self.absorbs,
+        }
+
+    @functools.cached_property
     def fingerprint(self) -> int:
-        """Hash of everything that must be the same on all ranks."""
-        grid = self.tile.grid
-        common = (grid.shape, grid.spacing, grid.dims, self.tile.pml, self.dt, self.steps)
-        own = (self.order, self.absorbs, self.checkpoints, self.survey.digest())
-        own = (*own, self.history.form)
-        return fingerprint((common, own))
+        """Hash of the settings."""
+        return fingerprint(self.settings)
 
     @functools.cached_property
     def native(self) -> Run:

@@ -45,7 +45,7 @@ from mpigrad.waves.history import Memory, history_of
 from mpigrad.waves.options import runs_native
 from mpigrad.waves.primitive import propagate
 from mpigrad.waves.relaxation import Relaxation
-from mpigrad.waves.run_agreement import require_same_run
+from mpigrad.waves.run_agreement import assert_same_run
 from mpigrad.waves.stability import staggered_limit
 from mpigrad.waves.survey import Survey
 
@@ -295,13 +295,13 @@ class Elastic:
         Raises
         ------
         ValueError
-            On all ranks, before the first step: if a shape or dtype is wrong, or a source or
-            receiver lies outside the model.
+            On all ranks, before the first step: if a shape or dtype is wrong, a source or receiver
+            lies outside the model, or a setting or dtype differs between ranks (the text names it).
         RuntimeError
             On all ranks, before the first step: if a density or lambda + mu (lambda + 2/3 mu on
             three axes) is not positive, mu is negative or a value is not finite, if `dt` is not
-            stable (the text gives the largest stable one), if a quality factor is NaN or too small,
-            or if the run is not the same on all ranks.
+            stable (the text gives the largest stable one), or if a quality factor is NaN or too
+            small.
         """
         lam, mu, rho, wavelets = (as_array(x) for x in (lam, mu, rho, wavelets))
         qp, qs = (None if q is None else as_array(q) for q in (qp, qs))
@@ -314,7 +314,7 @@ class Elastic:
             scheme = make_scheme(self, survey)
             if state is not None:
                 _check_state(name, scheme, state, lam.dtype)
-        require_same_run(scheme.fingerprint, lam.dtype, self.grid.comm)
+        assert_same_run(name, scheme.settings, scheme.fingerprint, lam.dtype, self.grid.comm)
         if self.relaxation is not None:
             require_factors(self.relaxation, qp, qs, self.grid.comm)
         both = moduli(self.relaxation, self._reference, Lame(lam, mu), qp, qs)

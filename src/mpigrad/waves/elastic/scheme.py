@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 
@@ -17,7 +17,7 @@ from mpigrad.waves.history import History
 from mpigrad.waves.interpolation import PointTable, point_table
 from mpigrad.waves.native_run import ElasticSettings, Run, RunSettings
 from mpigrad.waves.relaxation import Relaxation
-from mpigrad.waves.run_agreement import fingerprint
+from mpigrad.waves.run_agreement import common_settings, fingerprint
 from mpigrad.waves.survey import Survey
 
 __all__ = [
@@ -111,13 +111,24 @@ class Scheme:
     reference: float
 
     @functools.cached_property
+    def settings(self) -> dict[str, Any]:
+        """Everything that must be the same on all ranks, by name."""
+        common = common_settings(
+            self.tile, self.dt, self.steps, self.survey, self.checkpoints, self.history
+        )
+        return common | {
+            "velocity, frequency and reflection of the layers": self.absorbs,
+            "source": self.source,
+            "components": self.components,
+            "free_surface": self.surface,
+            "relaxation": self.relaxation,
+            "reference": self.reference,
+        }
+
+    @functools.cached_property
     def fingerprint(self) -> int:
-        """Hash of everything that must be the same on all ranks."""
-        grid = self.tile.grid
-        common = (grid.shape, grid.spacing, grid.dims, self.tile.pml, self.dt, self.steps)
-        own = (self.absorbs, self.source, self.components, self.checkpoints, self.survey.digest())
-        own = (*own, self.surface, self.relaxation, self.reference, self.history.form)
-        return fingerprint((common, own))
+        """Hash of the settings."""
+        return fingerprint(self.settings)
 
     @functools.cached_property
     def native(self) -> Run:
