@@ -20,12 +20,12 @@ from mpigrad.sparse import PCG, Matrix, Pattern, solve
 jax.config.update("jax_enable_x64", True)
 rank = mg.default_communicator().rank
 endless = sys.argv[1] in ("stop", "endless")
-n = 250 if endless else 800
+n = 250 if endless else 400
 grid = Grid((n, n), (1.0, 1.0))
 pattern = Pattern.from_stencil(grid, [(0, 0), (-1, 0), (1, 0), (0, -1), (0, 1)])
 fields = [jnp.full(grid.local_shape, 4.0 if k == 0 else -1.0) for k in range(5)]
 matrix = Matrix.assemble(pattern, fields)
-solver = PCG(rtol=1e-300, max_steps=1000 if endless else 200)
+solver = PCG(rtol=1e-300, max_steps=1000)
 run = mg.jit(lambda b: solve(matrix, b, solver, throw=False).value)
 b = jnp.ones(pattern.n_local)
 warm = PCG(rtol=1e-2)
