@@ -21,6 +21,7 @@ Slot own_slot;  // pages that are never touched use no memory
 struct Member {
   int host_index, slot;  // -1: on another host
 };
+static_assert(kEntries == kCommunicators);
 std::array<std::vector<Member>, kEntries> members;
 std::array<Cell, kSites> trees;
 
@@ -58,6 +59,19 @@ bool all_on_board(int64_t slot) {
   for (const Member& m : members[slot])
     if (m.host_index < 0) return false;
   return !members[slot].empty();
+}
+
+void forget_members(int64_t slot) {
+  Entry& e = board.own().entries[slot];
+  const int64_t id = get(e.id);
+  put(e.id, 0);
+  put(e.sequence, 0);
+  put(e.open, 0);
+  for (Contract& c : e.contracts) c.sequence = 0;
+  for (Channel& c : board.own().channels)
+    if (id && get(c.id) == id) put(c.id, kFreedChannel);
+  members[slot].clear();
+  forget_sums(slot);
 }
 
 void place(int64_t slot, int64_t rank, int64_t& host_index, int64_t& its_slot) {
