@@ -327,6 +327,20 @@ def test_null_spaces(comm, alone):
         fem.solve(form(0.1) + jnp.ones(plate.shape), nullspace="constants")
 
 
+def test_load_steps_are_named(comm):
+    """A neo-Hookean block is pushed through itself."""
+    space = fem.Space(fem.box((3, 1), (1.0, 1.0), comm=comm), components=2)
+
+    def neo_hooke(p):
+        J = jnp.linalg.det(jnp.eye(2) + p.grad)
+        return jnp.sum((jnp.eye(2) + p.grad) ** 2) / 2 - jnp.log(J) + (J - 1) ** 2
+
+    ends = space.fixed("xmin") | space.fixed("xmax")
+    pushed = jnp.asarray(space.interpolate(lambda x: -1.5 * (x[:, :1] == 1.0) * [1.0, 0.0]))
+    with pytest.raises(jax.errors.JaxRuntimeError, match=r"in load steps, .* \(docs/fem\.md\)"):
+        jax.block_until_ready(fem.solve(fem.Energy(space, neo_hooke)(), ends, pushed).value)
+
+
 def test_forms_use_the_present_values_of_variables(comm):
     """Without a jit of the user: neither their own variables nor those of a helper are kept."""
     space, factor = fem.Space(fem.box((3, 3), (1.0, 1.0), comm=comm)), [1.0]

@@ -29,6 +29,9 @@ __all__ = ["INFO", "Problem", "iterate", "require_solution", "summary"]
 INFO = 7
 _LINK = np.float32(0)
 _SHORTEST = 2.0**-12  # the shortest step
+_LOAD_STEPS = (
+    "Apply a large load in load steps, each from the solution of the step before (docs/fem.md)."
+)
 _DECREASE = 1e-4  # the fraction of the linear model's decrease that a step must reach
 
 
@@ -193,7 +196,7 @@ def require_solution(
     require(
         result != Result.NOT_FINITE,
         f"{head}{Result.NOT_FINITE.message}: F(x0) holds such a value. Look for a division by zero "
-        "or an overflow in F, or start from another x0.",
+        f"or an overflow in F, or start from another x0. {_LOAD_STEPS}",
         comm=comm,
     )
     require(
@@ -214,7 +217,10 @@ def require_solution(
     )
     failed = result == Result.LINEAR_SOLVE_FAILED
     for cause in Result:
-        remedy = "The Jacobian may be singular at x: start from another x0, or take another solver."
+        remedy = (
+            "The Jacobian may be singular at x: start from another x0, or take another solver. "
+            f"{_LOAD_STEPS}"
+        )
         if cause == Result.WRONG_NULLSPACE:
             remedy = (
                 "Give vectors z with J z = 0 at every x, and the left ones if J is not symmetric."
@@ -233,7 +239,8 @@ def require_solution(
     require(
         result != Result.STAGNATED,
         f"{head}no step, however short, makes the residual smaller: {residual}. It may be a local "
-        "minimum of |F|, or as small as rounding allows. Start from another x0, or give atol.",
+        "minimum of |F|, or as small as rounding allows. Start from another x0, or give atol. "
+        f"{_LOAD_STEPS}",
         norm,
         relative,
         steps,
