@@ -53,7 +53,7 @@ class Result(enum.IntEnum):
     NOT_POSITIVE_DEFINITE = 3, "the matrix is not positive definite"
     NOT_SYMMETRIC = 4, "the matrix is not symmetric"
     BREAKDOWN = 5, "the method broke down: it divided by zero, or its numbers overflowed"
-    STAGNATED = 6, "rounding errors allow no smaller residual"
+    STAGNATED = 6, "the residual no longer decreases"
     ZERO_DIAGONAL = 7, "the preconditioner divides by a zero on the diagonal"
     NOT_LINEAR = 8, "the operator is not linear"
     LINEAR_SOLVE_FAILED = 9, "the linear solve of a Newton step failed"
