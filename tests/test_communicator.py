@@ -21,6 +21,7 @@ from mpigrad.communicator import (
     Communicator,
     default_communicator,
     resolve,
+    world,
 )
 from mpigrad.guard import board as b
 from mpigrad.guard.failure import current_board
@@ -181,3 +182,44 @@ def test_ctrl_c_while_a_blocking_call_begins(comm: Communicator) -> None:
     board = current_board()
     assert int(board.slots[board.own_index]["state"]) == b.IN_PYTHON
     assert float(mg.allreduce(1.0)) == comm.size
+
+
+def test_freed_communicators(comm: Communicator) -> None:
+    """More splits than the table has places: sums are right, also in programs of their own."""
+    for k in range(540):
+        part = comm.split(comm.rank % 2, key=-comm.rank)
+        if k % 180 == 0:
+            total = mg.jit(lambda x, part=part: mg.allreduce(x, comm=part))(jnp.ones(3))
+            close(total, jnp.full(3, float(part.size)))
+        part.free()
+
+    ring = comm.cartesian((0,), periods=True)
+    assert isinstance(ring, Cartesian)
+    source, dest = ring.shift(0)
+    program = mg.jit(
+        mg.grad(lambda x: jnp.sum(mg.sendrecv(x, dest, source, comm=ring) ** 2), comm=ring)
+    )
+    close(program(jnp.ones(2)), jnp.full(2, 2.0))
+    mpi = ring.mpi
+    ring.free()
+    follower = comm.dup()  # has the place of the freed one
+    freed = r"was freed at .*test_communicator\.py:\d+"
+    for use in (
+        lambda: mg.allreduce(jnp.ones(2), comm=ring),
+        lambda: ring.rank,
+        lambda: ring.dims,
+        ring.free,
+        ring.__enter__,
+        mpi.Barrier,
+        lambda: jax.block_until_ready(program(jnp.ones(2))),
+    ):
+        with pytest.raises((RuntimeError, jax.errors.JaxRuntimeError), match=freed):
+            use()
+    close(mg.allreduce(jnp.ones(2), comm=follower), jnp.full(2, float(comm.size)))
+    assert repr(ring).startswith("Communicator(freed at")
+    with follower, pytest.raises(RuntimeError, match="the default of an enclosing"):
+        follower.free()
+    follower.free()
+    comm.split(None).free()  # left out: nothing happens
+    with pytest.raises(RuntimeError, match="that of all ranks"):
+        world().free()

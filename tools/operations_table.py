@@ -207,7 +207,10 @@ def attributes(kind: type) -> list[tuple[str, str]]:
 
 def communicators() -> str:
     """Return the methods of communicators and grids, as Markdown."""
-    members = {"comm": (Communicator, "split dup cartesian"), "grid": (Cartesian, "shift rank_at")}
+    members = {
+        "comm": (Communicator, "split dup free cartesian"),
+        "grid": (Cartesian, "shift rank_at"),
+    }
     made = first_paragraph(inspect.getdoc(Communicator) or "")
     rows = [("`comm = mpigrad.Communicator(mpi_comm)`", made)]
     rows += [("`with comm:`", result(Communicator.__enter__))]

@@ -22,6 +22,7 @@ Slot own_slot;  // pages that are never touched use no memory
 struct Member {
   int host_index, slot;  // -1: on another host
 };
+static_assert(kEntries == kCommunicators);
 struct Members : std::vector<Member> {
   bool on_board = false;  // all of them
 };
@@ -59,6 +60,19 @@ int64_t tree_at(int64_t site) {
 }
 
 bool all_on_board(int64_t slot) { return members[slot].on_board; }
+
+void forget_members(int64_t slot) {
+  Entry& e = board.own().entries[slot];
+  const int64_t id = get(e.id);
+  put(e.id, 0);
+  put(e.sequence, 0);
+  put(e.open, 0);
+  for (Contract& c : e.contracts) c.sequence = 0;
+  for (Channel& c : board.own().channels)
+    if (id && get(c.id) == id) put(c.id, kFreedChannel);
+  members[slot] = {};
+  forget_sums(slot);
+}
 
 void place(int64_t slot, int64_t rank, int64_t& host_index, int64_t& its_slot) {
   host_index = members[slot][rank].host_index;

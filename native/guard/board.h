@@ -15,7 +15,7 @@
 namespace mpigrad {
 
 constexpr int kText = 160, kName = 32, kDims = 8, kTerms = 4, kCounts = 32;
-constexpr int kParts = 32, kSites = 4096, kEntries = 1024, kChannels = 1024, kMessages = 128;
+constexpr int kParts = 32, kSites = 4096, kEntries = 1 << 14, kChannels = 1024, kMessages = 128;
 constexpr int kTrees = 1 << 18, kLoopNumbers = 4;
 constexpr int kContracts = 8, kRanks = 512, kFaults = 4, kFaultIds = 8, kFaultText = 16384;
 
@@ -92,9 +92,12 @@ inline Part read_part(const Part& part) {
   return copy;
 }
 
+// The id of a channel whose communicator was freed. Channels behind it in the table are still found.
+constexpr int64_t kFreedChannel = -1;
+
 // Message counts for one peer and tag: sent (handed to MPI), posted (a receive waits), received.
 struct Channel {
-  Cell id;  // of the communicator (0: free)
+  Cell id;  // of the communicator (0: never used)
   int64_t peer, tag;
   Cell sent, posted, received;
 };
@@ -172,6 +175,8 @@ MPIGRAD_SHARED extern Board board;  // private to this process until it is share
 // The entry of another member of a communicator, or nullptr if it is on another host.
 const Entry* member(int64_t slot, int64_t rank, const Slot** owner);
 bool all_on_board(int64_t slot);
+// Clears this rank's entry of a communicator that all members have freed, before the next one has it.
+void forget_members(int64_t slot);
 // The index of a member on the board, and the slot of the communicator there.
 void place(int64_t slot, int64_t rank, int64_t& host_index, int64_t& its_slot);
 

@@ -123,17 +123,18 @@ void mark_failure() {
   if (!forked.load(std::memory_order_relaxed)) put(board.own().failure_seen, 1);
 }
 
-Post::Post(const char* operation, int64_t slot, int64_t site)
+Post::Post(const char* operation, int64_t space, int64_t site)
     : owner_(recording != kRecordNothing && !forked.load(std::memory_order_relaxed) &&
              !busy.exchange(true, std::memory_order_acquire)),
       nested_(inside || recording == kRecordNothing),
-      slot_(slot) {
+      space_(space),
+      slot_(space < 0 ? -1 : slot_of(space)) {
   if (!owner_) return;
   inside = true;
   Slot& mine = board.own();
   add(mine.serial, 1);
   put(mine.kind, kUnknown);
-  put(mine.entry, slot);
+  put(mine.entry, slot_);
   put(mine.site, site);
   if (guarded) show_loop(mine);
   if (operation != last_operation) copy_text(mine.operation, last_operation = operation);
@@ -163,7 +164,14 @@ Post::~Post() {
   busy.store(false, std::memory_order_release);
 }
 
+bool Post::usable() {
+  if (space_ < 0 || !is_freed(space_)) return true;
+  refusal = freed_text(space_);
+  return false;
+}
+
 bool Post::allowed() {
+  if (!usable()) return false;
   if (owner_ || nested_) return true;
   refusal = forked.load(std::memory_order_relaxed)
                 ? "this process was forked from a rank and cannot communicate, because MPI knows "
@@ -202,6 +210,7 @@ bool Post::wait(const Ready& ready, const Withdraw& withdraw) {
 }
 
 bool Post::collective(const Agreement& a) {
+  if (!usable()) return false;
   if (!owner_ || recording < kRecordAll) return allowed();
   Slot& mine = board.own();
   Entry& e = mine.entries[slot_];
@@ -383,6 +392,7 @@ std::string disagreement(int64_t slot, const int64_t* sequences) {
 }
 
 bool Post::announce(Mails sends, Mails receives) {
+  if (!usable()) return false;
   if (!owner_) return allowed();
   Slot& mine = board.own();
   const Entry& e = mine.entries[slot_];

@@ -78,7 +78,7 @@ class MPIGRAD_SHARED Post {
  public:
   std::string refusal;
 
-  Post(const char* operation, int64_t slot, int64_t site);
+  Post(const char* operation, int64_t space, int64_t site);  // space -1: unknown
   Post(const Post&) = delete;
   Post& operator=(const Post&) = delete;
   ~Post();
@@ -101,7 +101,9 @@ class MPIGRAD_SHARED Post {
   bool handed_over();
   // A wildcard receive has been posted (1), or is about to end or has ended (-1).
   void from_anyone(int posts);
-  // Whether this process and thread may begin an operation.
+  // Whether the communicator has not been freed.
+  bool usable();
+  // Whether it is usable, and this process and thread may begin an operation.
   bool allowed();
   Standing standing() const {
     return owner_ ? Standing::first : nested_ ? Standing::within : Standing::refused;
@@ -123,7 +125,7 @@ class MPIGRAD_SHARED Post {
   bool nested_;  // the other operation is in this thread
   bool completes_ = true;
   bool needed_ = false;
-  int64_t slot_;
+  int64_t space_, slot_;
   Channel *to_[kParts], *from_[kParts];  // of the messages in progress
 };
 

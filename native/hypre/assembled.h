@@ -17,7 +17,8 @@ MPIGRAD_HYPRE_KERNELS(Par)
 // One BoomerAMG configuration, laid out as the ctypes structure in sparse/solvers/hypre.py.
 struct BoomerAMGOptions {
   int32_t coarsening, interpolation, max_row_elements, relaxation, aggressive_levels, max_levels,
-      unknowns_per_cell, keeps_stale, near_null;  // the number of near-null vectors
+      unknowns_per_cell, keeps_stale, near_null,  // the number of near-null vectors
+      singular;
   double strong_threshold;
 };
 
@@ -78,6 +79,7 @@ class Assembled final : public System {
     set(HYPRE_BoomerAMGSetNumFunctions, o.unknowns_per_cell);
     set(HYPRE_BoomerAMGSetMaxIter, 1);  // exactly one V-cycle
     if (o.near_null > 0) interpolate_near_null(call);
+    if (o.singular) relax_coarsest(call);
     call("HYPRE_BoomerAMGSetTol", [&] { return HYPRE_BoomerAMGSetTol(amg_, 0); });
     call("HYPRE_BoomerAMGSetStrongThreshold",
          [&] { return HYPRE_BoomerAMGSetStrongThreshold(amg_, o.strong_threshold); });
@@ -112,6 +114,21 @@ class Assembled final : public System {
       return HYPRE_BoomerAMGSetInterpVectors(
           amg_, static_cast<HYPRE_Int>(near_null_objects_.size()), near_null_objects_.data());
     });
+  }
+
+  // Relaxes on the coarsest grid. hypre's default, Gaussian elimination, would divide by a pivot that is
+  // rounding, so that a part of the residual outside the range grows until PCG stagnates. So would a
+  // smoother on a grid that has the null vectors only.
+  void relax_coarsest(Calls& call) {
+    constexpr HYPRE_Int kCoarsest = 3, kSweeps = 40, kLeast = 20;
+    call("HYPRE_BoomerAMGSetMinCoarseSize", [&] {
+      return HYPRE_BoomerAMGSetMinCoarseSize(amg_, kLeast * options_.unknowns_per_cell);
+    });
+    call("HYPRE_BoomerAMGSetCycleRelaxType", [&] {
+      return HYPRE_BoomerAMGSetCycleRelaxType(amg_, options_.relaxation, kCoarsest);
+    });
+    call("HYPRE_BoomerAMGSetCycleNumSweeps",
+         [&] { return HYPRE_BoomerAMGSetCycleNumSweeps(amg_, kSweeps, kCoarsest); });
   }
 
   void fill(int slot, Calls& call) override {

@@ -100,9 +100,9 @@ struct Call {
         comm(members_of(space)),
         slot(slot_of(space)),
         site(site),
-        post(operation, slot, site),
+        post(operation, space, site),
         watch(post.standing(), operation, slot, site, bytes, peer),
-        word_(space >> 16) {}
+        word_(derivative_of(space)) {}
 
   // The tag that is passed to MPI. Each kind of derivative has its own tags, so that for example
   // messages of an inner gradient are never received as tangents.

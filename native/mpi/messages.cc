@@ -30,19 +30,23 @@ const Channel* find_channel(const Slot& s, int64_t id, int64_t peer, int64_t tag
 Channel* find_mine(int64_t id, int64_t peer, int64_t tag) {
   Slot& mine = board.own();
   const uint64_t h = hash(id, peer, tag);
+  Channel* free = nullptr;
   for (int i = 0; i < kProbes; ++i) {
     Channel& c = mine.channels[(h + i) % kChannels];
     const int64_t found = c.id.load(std::memory_order_relaxed);
     if (found == id && c.peer == peer && c.tag == tag) return &c;
-    if (found == 0) {
-      c.peer = peer;
-      c.tag = tag;
-      put(c.id, id);
-      return &c;
-    }
+    if (!free && (found == 0 || found == kFreedChannel)) free = &c;
+    if (found == 0) break;
   }
-  put(mine.counts_invalid, 1);
-  return nullptr;
+  if (!free) {
+    put(mine.counts_invalid, 1);
+    return nullptr;
+  }
+  free->peer = peer;
+  free->tag = tag;
+  for (Cell* count : {&free->sent, &free->posted, &free->received}) put(*count, 0);
+  put(free->id, id);
+  return free;
 }
 
 bool is(const Part& p, int64_t peer, int64_t tag, int64_t ordinal) {

@@ -3,6 +3,8 @@
 #include <dlfcn.h>
 
 #include <array>
+#include <atomic>
+#include <map>
 #include <mutex>
 #include <vector>
 
@@ -17,6 +19,8 @@ namespace {
 constexpr int kTypes = 64;  // XLA's element types are numbered below this
 // Tables of fixed size: a handler on another thread may read them while Python registers entries.
 std::array<Communicator, kCommunicators> communicators;
+std::array<std::atomic<int64_t>, kCommunicators> freed_before;
+std::map<std::pair<int64_t, int64_t>, int64_t> freed_at;  // (slot, freed before) -> call site
 std::array<Handle, kReductions> reductions;
 std::array<Handle, kTypes> arithmetic_types;
 std::array<bool, kTypes> arithmetic_known;
@@ -26,7 +30,22 @@ std::mutex call_sites_lock;
 
 }  // namespace
 
-const Communicator& communicator(int64_t slot) { return communicators[slot]; }
+const Communicator& communicator(int64_t slot) { return communicators[slot_of(slot)]; }
+
+bool is_freed(int64_t space) {
+  return freed_before[slot_of(space)].load(std::memory_order_relaxed) != space >> 32;
+}
+
+std::string freed_text(int64_t space) {
+  int64_t site = -1;
+  {
+    std::lock_guard<std::mutex> lock(call_sites_lock);
+    const auto found = freed_at.find({slot_of(space), space >> 32});
+    if (found != freed_at.end()) site = found->second;
+  }
+  return "the communicator was freed" + (site < 0 ? "" : " at " + call_site(site)) +
+         ". Free it after its last operation, or make another one.";
+}
 Handle reduction(int64_t slot) { return reductions[slot]; }
 
 Handle arithmetic_type(int xla_type, bool& known) {
@@ -103,6 +122,19 @@ MPIGRAD_EXPORT int mpigrad_communicator_limit() { return mpigrad::kCommunicators
 MPIGRAD_EXPORT void mpigrad_set_communicator(int64_t slot, int64_t handle, int64_t reversed,
                                              int rank, int size) {
   mpigrad::communicators[slot] = {{handle}, {reversed}, rank, size};
+}
+
+// Programs that use the communicator of this space are refused from now on. `site` is the call of `free`,
+// and `null` is MPI_COMM_NULL.
+MPIGRAD_EXPORT void mpigrad_free_communicator(int64_t space, int64_t site, int64_t null) {
+  const int64_t slot = mpigrad::slot_of(space);
+  {
+    std::lock_guard<std::mutex> lock(mpigrad::call_sites_lock);
+    mpigrad::freed_at[{slot, space >> 32}] = site;
+  }
+  mpigrad::forget_members(slot);
+  mpigrad::freed_before[slot] = (space >> 32) + 1;
+  mpigrad::communicators[slot].handle = mpigrad::communicators[slot].reversed = {null};
 }
 
 MPIGRAD_EXPORT void mpigrad_set_reduction(int64_t slot, int64_t handle) {

@@ -54,13 +54,18 @@ struct Runtime {
 
 MPIGRAD_SHARED extern Runtime runtime;
 
-constexpr int kCommunicators = 1024, kReductions = 64;
+constexpr int kCommunicators = 1 << 14, kReductions = 64;
 
 // Compiled programs refer to communicators, reductions and call sites by slot numbers, so that a
 // program contains no handle or address of one process.
 MPIGRAD_SHARED const Communicator& communicator(int64_t slot);
-// A space holds the slot of a communicator and, in the upper bits, the kind of derivative.
+// A space holds the slot of a communicator in its lowest 16 bits, the kind of derivative in the next 16,
+// and above them how many communicators of this slot were freed before.
 inline int64_t slot_of(int64_t space) { return space & 0xffff; }
+inline int64_t derivative_of(int64_t space) { return space >> 16 & 0xffff; }
+// Whether the communicator of a space has been freed, and the error text.
+MPIGRAD_SHARED bool is_freed(int64_t space);
+std::string freed_text(int64_t space);
 inline const Communicator& members_of(int64_t space) { return communicator(slot_of(space)); }
 MPIGRAD_SHARED Handle reduction(int64_t slot);
 // The MPI type that reductions use for XLA's element type. `known` is false if MPI lacks the type.

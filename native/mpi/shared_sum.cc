@@ -38,7 +38,7 @@ struct Group {
   Progress* progress[kMembers];
   Length lengths[kLengths];
 };
-std::array<Group, kEntries> groups;
+std::array<Group, kSummed> groups;
 int64_t last = 0;  // the last communicator, whose members may still read this rank's pieces
 
 bool crowded = false;  // the ranks of this host are more than the processors that they may use
@@ -140,8 +140,18 @@ std::string show(int64_t slot, int64_t n, const Summand& x) {
 
 }  // namespace
 
+void forget_sums(int64_t slot) {
+  if (slot >= kSummed) return;
+  groups[slot] = {};
+  if (!board.shared) return;
+  Progress& mine = board.shared[board.index].progress[slot];
+  for (Cell* c : {&mine.written, &mine.arrays[0], &mine.arrays[1], &mine.sequences[0],
+                  &mine.sequences[1], &mine.took[0], &mine.took[1], &mine.read})
+    put(*c, 0);
+}
+
 Way way_of_sum(int64_t slot, size_t bytes) {
-  const int size = groups[slot].size;
+  const int size = slot < kSummed ? groups[slot].size : 0;
   if (!size || !bytes) return Way::kMPI;
   if (bytes * (size - 1) <= kCertain) return Way::kShared;
   // If processors are shared, the time depends on which rank the system runs.
@@ -201,12 +211,14 @@ MPIGRAD_EXPORT void mpigrad_set_crowded(bool is_crowded) { crowded = is_crowded;
 
 // 0: MPI, 1: shared memory, 2: both ways are being tried.
 MPIGRAD_EXPORT int mpigrad_way_of_sum(int64_t slot, int64_t bytes) {
-  return static_cast<int>(way_of_sum(slot, static_cast<size_t>(bytes)));
+  return static_cast<int>(way_of_sum(slot_of(slot), static_cast<size_t>(bytes)));
 }
 
 // Call after mpigrad_set_members: use shared memory for sums of this communicator, if `wanted` and
 // possible.
 MPIGRAD_EXPORT void mpigrad_share_sums(int64_t slot, int wanted) {
+  slot = slot_of(slot);
+  if (slot >= kSummed) return;
   const Communicator& comm = communicator(slot);
   Group& g = groups[slot] = {};
   if (!wanted || comm.size < 2 || comm.size > kMembers || !board.shared || !all_on_board(slot))

@@ -26,9 +26,12 @@ struct Progress {
   alignas(64) Cell read;
 };
 
+// The communicators, by slot, whose sums may go through shared memory.
+constexpr int kSummed = 1024;
+
 // The memory for sums of one rank, which the other ranks of its host read.
 struct alignas(4096) Shared {
-  Progress progress[kEntries];
+  Progress progress[kSummed];
   Piece piece[2];
 };
 
@@ -66,6 +69,9 @@ class SumTrial {
   int64_t slot_, begin_ns_ = 0;
   size_t bytes_;
 };
+
+// Clears this rank's counts of a communicator that all members have freed.
+void forget_sums(int64_t slot);
 
 // Sum with the same bits on every member: ranks are added in order. Returns "", or an error text.
 std::string shared_sum(int64_t slot, const Summand& x);

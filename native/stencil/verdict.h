@@ -63,6 +63,7 @@ inline std::string describe(const Answer& a, std::string_view solver, bool posit
   if (name.find("PFMG") != std::string::npos || name.find("BoxMG") != std::string::npos) {
     check += ", or take BoomerAMG(), which suits coefficients that jump";
   }
+  const bool restarts = name.find("GMRES") != std::string::npos;
   char residual[80] = "", limit[80] = "";
   std::snprintf(residual, sizeof residual, "the relative residual is %.3g after %d steps",
                 a.residual, static_cast<int>(a.iterations));
@@ -72,8 +73,8 @@ inline std::string describe(const Answer& a, std::string_view solver, bool posit
       return "";
     case kMaxSteps:
       return name + " did not converge: max_steps steps were taken before the tolerance was met, "
-             "and " + residual + ", " + limit + ". Raise max_steps=" +
-             std::to_string(max_steps) + ", loosen rtol, or " + check +
+             "and " + residual + ", " + limit + ". Raise " +
+             (restarts ? "restart or " : "") + "max_steps=" + std::to_string(max_steps) + ", loosen rtol, or " + check +
              ". solve(..., throw=False) returns the last iterate.";
     case kNotFinite:
       return "NaN or infinity appeared: the matrix, the right-hand side or x0 holds such a value on "
@@ -97,12 +98,18 @@ inline std::string describe(const Answer& a, std::string_view solver, bool posit
              rank + ". Check that the matrix is not singular, reorder its rows, or solve with "
              "GMRES(preconditioner=None).";
     case kStagnated:
-      return name + " did not converge: rounding errors allow no smaller residual, and " +
-             residual + ", " + limit + ". Check that the matrix is not singular, or loosen "
-             "rtol. solve(..., throw=False) returns the last iterate.";
+      return name + " did not converge: " +
+             (a.residual <= 1e-8 ? "rounding errors allow no smaller residual"
+                                 : "the residual no longer decreases") +
+             ": " + residual + ", " + limit + ". " +
+             (a.residual <= 1e-8 ? "Loosen rtol."
+                                 : "The matrix is singular, or nearly: give its null space as "
+                                   "nullspace=, or check how it is made.") +
+             " solve(..., throw=False) returns the last iterate.";
     case kBreakdown:
       return name + " did not converge: the method broke down: it divided by zero, or its numbers "
-             "overflowed, and " + residual + ". The matrix may be singular, or have numbers beyond "
+             "overflowed, and " + residual + ". The matrix may be singular (give "
+             "nullspace=), or have numbers beyond "
              "1e150 or 1e-150, whose squares no float64 holds: " + check + ".";
   }
   return "";

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
+import itertools
 import math
 import os
 from collections.abc import Callable, Iterator, Sequence
@@ -16,7 +17,7 @@ from mpi4py import MPI
 
 from mpigrad._renamed import old_names
 from mpigrad.guard import board
-from mpigrad.runtime.call_sites import call_site
+from mpigrad.runtime.call_sites import call_site, describe
 from mpigrad.runtime.native import DERIVATIVE_SPACES, library
 
 __all__ = ["Cartesian", "Communicator", "default_communicator"]
@@ -77,8 +78,7 @@ class WatchedComm(MPI.Intracomm):
         if self.slot >= 0:
             raise RuntimeError(
                 "comm.mpi.Free: comm.mpi belongs to an mpigrad.Communicator, and compiled programs "
-                f"on rank {MPI.COMM_WORLD.rank} still use it. MPI frees it at the end of the "
-                "program. Free only the communicator that you gave to mpigrad.Communicator."
+                f"on rank {MPI.COMM_WORLD.rank} still use it. Call comm.free() instead."
             )
         super().Free()
 
@@ -90,15 +90,18 @@ for _name in (
     setattr(WatchedComm, _name, _watched(_name))
 
 
-# A message between two ranks has a *space*: the slot of its communicator, and in the upper bits
+# A message between two ranks has a *space*: the slot of its communicator, and in bits 16 to 31
 # the kind of derivative, a binary word of a 1 and a digit for each differentiation: 0 for a
-# tangent, 1 for an adjoint. The slots of programs are even.
-_SLOT_BITS = 16
+# tangent, 1 for an adjoint. A slot is the index of an entry in native tables, even for programs,
+# and from bit 32 on how many communicators with this index were freed before: a program that was
+# compiled for one of them does not use its successor.
+_INDEX_BITS, _FREED_SHIFT = 16, 32
+_WORD = 0xFFFF << _INDEX_BITS
 
 
 def slot_of(space: int) -> int:
     """Return the slot of the communicator on which messages of this space travel."""
-    return space % (1 << _SLOT_BITS)
+    return space & ~_WORD
 
 
 def derivative_slot(slot: int) -> int:
@@ -108,15 +111,15 @@ def derivative_slot(slot: int) -> int:
 
 def tangent_space(space: int) -> int:
     """Return the space of the tangent of a message in this space."""
-    word = max(space >> _SLOT_BITS, 1)
+    word = max((space & _WORD) >> _INDEX_BITS, 1)
     word = 2 * word if 2 * word < DERIVATIVE_SPACES else word
-    return word << _SLOT_BITS | derivative_slot(space)
+    return word << _INDEX_BITS | derivative_slot(space)
 
 
 def adjoint_space(space: int) -> int:
     """Return the space of the transpose of a message in this space: the adjoint of a tangent."""
-    word = space >> _SLOT_BITS
-    return (word ^ 1 if word > 1 else 3) << _SLOT_BITS | derivative_slot(space)
+    word = (space & _WORD) >> _INDEX_BITS
+    return (word ^ 1 if word > 1 else 3) << _INDEX_BITS | derivative_slot(space)
 
 
 # Tags on `Communicator.derivatives` for messages that Python sends between two ranks. Derivatives
@@ -172,7 +175,6 @@ class Communicator:
     rank: int
     size: int
     slot: int
-    _next_slot = 0
 
     def __init__(self, mpi_comm: MPI.Intracomm) -> None:
         if mpi_comm == MPI.COMM_NULL:
@@ -187,12 +189,19 @@ class Communicator:
                 f"{type(mpi_comm).__name__}. Pass MPI.COMM_WORLD, for example."
             )
         lib = library()
-        limit = lib.mpigrad_communicator_limit()
-        if Communicator._next_slot + 1 >= limit:
+        self.slot = _take_slot(lib.mpigrad_communicator_limit())
+        try:
+            self._make(mpi_comm, lib)
+        except MPI.Exception as error:
+            _free_slots.append(self.slot)
+            for mpi in [v for v in vars(self).values() if isinstance(v, MPI.Intracomm)]:
+                MPI.Intracomm.Free(mpi)
             raise RuntimeError(
-                f"Communicator: a process may make at most {limit // 2} communicators, got one "
-                "more. Make a communicator once and keep it."
-            )
+                f"Communicator: MPI on rank {MPI.COMM_WORLD.rank} could not make another one: "
+                f"{error}. Free those that are not needed any more with comm.free()."
+            ) from error
+
+    def _make(self, mpi_comm: MPI.Intracomm, lib: Any) -> None:
         parent = WatchedComm(mpi_comm)
         parent.slot = _slot_of(mpi_comm)
         self.mpi = WatchedComm(parent.Dup())
@@ -202,8 +211,6 @@ class Communicator:
         # The adjoint of a scan runs from the last rank to the first: a scan on this communicator.
         self._reversed = self.mpi.Split(0, -self.rank)
         self._reversed.Set_errhandler(MPI.ERRORS_RETURN)
-        self.slot = Communicator._next_slot
-        Communicator._next_slot += 2
         # The messages of derivatives between two ranks travel on another communicator, and so do
         # those of Python (see the tags above): a wildcard receive of the program never takes them.
         self.derivatives = WatchedComm(mpi_comm).Dup()
@@ -219,10 +226,11 @@ class Communicator:
         for mpi in (mpi_comm, self.mpi, self.custom_comms[0]):
             MPI.Intracomm.allreduce(mpi, 0)
         for slot, mpi in ((self.slot, self.mpi), (derivative_slot(self.slot), self.derivatives)):
+            index = slot % (1 << _INDEX_BITS)
             lib.mpigrad_set_communicator(
-                slot, mpi.handle, self._reversed.handle, self.rank, self.size
+                index, mpi.handle, self._reversed.handle, self.rank, self.size
             )
-            board.register(lib, slot, self.rank, self.mpi.allgather)
+            board.register(lib, index, self.rank, self.mpi.allgather)
         self.mpi.slot = self.slot  # from here on its collectives are counted
 
     def __copy__(self) -> Self:
@@ -347,6 +355,47 @@ class Communicator:
                 "same arguments on every rank."
             )
 
+    def free(self) -> None:
+        """Free the communicator, which is not needed any more (collective).
+
+        MPI has few communicators: free those that a loop makes. Later operations on it are an error
+        on each rank, also in compiled programs. Grids, matrices and meshes on it cannot be used any
+        more. On ranks that `split` has left out, nothing happens.
+
+        Raises
+        ------
+        RuntimeError
+            For the communicator of all ranks, one of an enclosing `with`, or one that was freed
+            before.
+
+        Examples
+        --------
+        >>> import mpigrad as mg
+        >>> comm = mg.default_communicator()
+        >>> for color in range(600):
+        ...     comm.split(color).free()
+        """
+        slot = self.slot  # an error if it was freed before
+        ours = world.cache_info().currsize and self is world()
+        if ours or slot in _defaults.value:
+            which = "that of all ranks" if ours else "the default of an enclosing `with`"
+            raise RuntimeError(
+                f"free: the communicator on rank {self.rank} of {self.size} is {which}, which is "
+                "still needed. Free one that you made, after its `with`."
+            )
+        jax.effects_barrier()  # its last operations
+        self.mpi.Barrier()  # a rank that has left it does not read the memory of others any more
+        site, lib = call_site(), library()
+        for space in (slot, derivative_slot(slot)):
+            lib.mpigrad_free_communicator(space, site, MPI.COMM_NULL.handle)
+        for mpi in (self.mpi, self._reversed, self.derivatives, *self.custom_comms):
+            MPI.Intracomm.Free(cast(MPI.Intracomm, mpi))
+        _free_slots.append(slot + (1 << _FREED_SHIFT))
+        _members.pop(slot, None)
+        vars(self).clear()
+        cast(Any, self).__class__ = _Freed
+        cast(Any, self)._place = describe(site)
+
     @contextlib.contextmanager
     def _part(self, color: int | None, key: int) -> Iterator[MPI.Intracomm | None]:
         color = MPI.UNDEFINED if color is None else color
@@ -465,8 +514,28 @@ class _LeftOut(Communicator):
             )
         raise AttributeError(name)
 
+    def free(self) -> None:
+        pass
+
     def __repr__(self) -> str:
         return "Communicator(left out)"
+
+
+class _Freed(Communicator):
+    """A communicator after `free`."""
+
+    _place: str
+
+    def __getattr__(self, name: str) -> Any:
+        if name in Communicator.__annotations__ or name in Cartesian.__annotations__:
+            raise RuntimeError(
+                f"comm: this communicator was freed at {self._place} (rank {world().rank} of "
+                f"{world().size}). Free it after its last operation, or make another one."
+            )
+        raise AttributeError(name)
+
+    def __repr__(self) -> str:
+        return f"Communicator(freed at {self._place})"
 
 
 def _slot_of(mpi_comm: MPI.Intracomm) -> int:
@@ -482,6 +551,22 @@ def _slot_of(mpi_comm: MPI.Intracomm) -> int:
 _defaults = jax.make_user_context(())
 _members: dict[int, Communicator] = {}
 _entered: list[Any] = []
+
+_free_slots: list[int] = []  # of communicators that were freed
+_new_slots = itertools.count(0, 2)
+
+
+def _take_slot(limit: int) -> int:
+    """Return a slot for a new communicator."""
+    if _free_slots:
+        return _free_slots.pop()
+    slot = next(_new_slots)
+    if slot + 1 >= limit:
+        raise RuntimeError(
+            f"Communicator: at most {limit // 2} communicators can be in use, got one more on rank "
+            f"{MPI.COMM_WORLD.rank}. Free those that are not needed any more with comm.free()."
+        )
+    return slot
 
 
 @functools.cache

@@ -21,8 +21,9 @@ class Result(enum.IntEnum):
     to 7 are also those of native/hypre/request.h.
 
     If a linear solve breaks down or cannot start (NOT_FINITE, NOT_POSITIVE_DEFINITE,
-    NOT_SYMMETRIC, BREAKDOWN, ZERO_DIAGONAL, NOT_LINEAR), its value is NaN. If it stops early
-    (MAX_STEPS_REACHED, STAGNATED, INACCURATE), its value is the last iterate.
+    NOT_SYMMETRIC, BREAKDOWN, ZERO_DIAGONAL, NOT_LINEAR, INCONSISTENT, WRONG_NULLSPACE), its value
+    is NaN. If it stops early (MAX_STEPS_REACHED, STAGNATED, INACCURATE), its value is the last
+    iterate.
 
     Examples
     --------
@@ -52,7 +53,7 @@ class Result(enum.IntEnum):
     NOT_POSITIVE_DEFINITE = 3, "the matrix is not positive definite"
     NOT_SYMMETRIC = 4, "the matrix is not symmetric"
     BREAKDOWN = 5, "the method broke down: it divided by zero, or its numbers overflowed"
-    STAGNATED = 6, "rounding errors allow no smaller residual"
+    STAGNATED = 6, "the residual no longer decreases"
     ZERO_DIAGONAL = 7, "the preconditioner divides by a zero on the diagonal"
     NOT_LINEAR = 8, "the operator is not linear"
     LINEAR_SOLVE_FAILED = 9, "the linear solve of a Newton step failed"
@@ -64,6 +65,8 @@ class Result(enum.IntEnum):
     SCIPY_FAILED = 15, "SciPy's method ended without success"
     INACCURATE = 16, "the residual of the vector that the solver returned is above the tolerance"
     TOO_LARGE = 17, "the solution is too large for its dtype"
+    INCONSISTENT = 18, "the right-hand side is not in the range of the singular matrix"
+    WRONG_NULLSPACE = 19, "the given vectors are not a null space of the matrix"
 
 
 @jax.tree_util.register_dataclass

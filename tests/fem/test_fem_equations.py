@@ -294,6 +294,62 @@ def test_free_constants_of_nonlinear_equations_are_errors(comm):
     assert int(fem.solve(unique(), free, u0=jnp.ones(space.shape)).result) == 0
 
 
+@pytest.mark.long("solves with hypre on a body and on a mesh with a nonlinear law")
+def test_null_spaces(comm, alone):
+    """A free body and a pure Neumann problem: balance, one rank, orthogonality, dot tests."""
+
+    def body(comm):
+        mesh = fem.box((4, 3), (2.0, 1.0), comm=comm)
+        space = fem.Space(mesh, components=2)
+        stored = lambda p, k: k * (jnp.sum((p.grad + p.grad.T) ** 2) + jnp.trace(p.grad) ** 2)
+        ends = mesh.facets(lambda x: (x[:, 0] == 0.0) | (x[:, 0] == 2.0))
+        pull = fem.Energy(space, lambda p: -p.normal[0] * (1 + p.x[1]) * p.u[0], on=ends)
+        return space, lambda k: fem.Energy(space, stored)(fem.PerCell(k)) + pull()
+
+    (space, equation), (whole, of_whole) = body(comm), body(alone)
+
+    def solve(k):
+        return fem.solve(equation(k), rtol=1e-12, nullspace="rigid motions").value
+
+    k = 1 + 0.1 * jnp.cos(jnp.asarray(space.mesh.cell_ids, float))
+    k_whole = 1 + 0.1 * jnp.cos(jnp.asarray(whole.mesh.cell_ids, float))
+    u = solve(k)
+    U = fem.solve(of_whole(k_whole), rtol=1e-12, nullspace="rigid motions").value
+    dense = of_whole(k_whole).jacobian().to_scipy().toarray()
+    load = -of_whole(k_whole).residual(jnp.zeros(whole.shape)).reshape(-1)
+    np.testing.assert_allclose(U.reshape(-1), np.linalg.pinv(dense, 1e-10) @ load, atol=1e-9)
+    work = [float(jnp.vdot(e(c).residual(0 * v), v)) for e, c, v in
+            ((equation, k, u), (of_whole, k_whole, U))]  # fmt: skip
+    assert abs(total(comm, work[0]) / work[1] - 1) < 1e-9
+    mg.dot_test(solve, k, comm=comm, rtol=1e-9)
+    with pytest.raises(jax.errors.JaxRuntimeError, match=r'a rotation can be.*"rigid motions"'):
+        fem.solve(equation(k), nullspace="constants")
+
+    plate = fem.Space(fem.box((4, 4), (1.0, 1.0), comm=comm))
+    source = lambda p: jnp.cos(2 * jnp.pi * p.x[0])
+    form = fem.WeakForm(plate, lambda p, k: (-source(p), (1 + k * p.grad @ p.grad) * p.grad))
+    heat = lambda k: fem.solve(form(k), rtol=1e-11, nullspace="constants").value
+    T = heat(0.1)
+    assert abs(total(comm, jnp.sum(T))) < 1e-10
+    mg.dot_test(heat, jnp.asarray(0.1), comm=comm, rtol=1e-9)
+    with pytest.raises(jax.errors.JaxRuntimeError, match="no x solves F"):
+        fem.solve(form(0.1) + jnp.ones(plate.shape), nullspace="constants")
+
+
+def test_load_steps_are_named(comm):
+    """A neo-Hookean block is pushed through itself."""
+    space = fem.Space(fem.box((3, 1), (1.0, 1.0), comm=comm), components=2)
+
+    def neo_hooke(p):
+        J = jnp.linalg.det(jnp.eye(2) + p.grad)
+        return jnp.sum((jnp.eye(2) + p.grad) ** 2) / 2 - jnp.log(J) + (J - 1) ** 2
+
+    ends = space.fixed("xmin") | space.fixed("xmax")
+    pushed = jnp.asarray(space.interpolate(lambda x: -1.5 * (x[:, :1] == 1.0) * [1.0, 0.0]))
+    with pytest.raises(jax.errors.JaxRuntimeError, match=r"in load steps, .* \(docs/fem\.md\)"):
+        jax.block_until_ready(fem.solve(fem.Energy(space, neo_hooke)(), ends, pushed).value)
+
+
 def test_forms_use_the_present_values_of_variables(comm):
     """Without a jit of the user: neither their own variables nor those of a helper are kept."""
     space, factor = fem.Space(fem.box((3, 3), (1.0, 1.0), comm=comm)), [1.0]

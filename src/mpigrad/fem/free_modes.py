@@ -30,16 +30,21 @@ class FreeMode:
     values: NDArray[np.float64]
 
 
-def free_modes(space: Space, fixed: NDArray[np.bool_]) -> list[FreeMode]:
-    """Return constants, and for displacements rigid motions, that are zero where `fixed` is true.
+def free_modes(
+    space: Space, fixed: NDArray[np.bool_], rotations: bool | None = None
+) -> list[FreeMode]:
+    """Return constants and rotations that are zero where `fixed` is true (collective).
 
-    Each piece of the mesh is looked at for itself (collective).
+    Each piece of the mesh is looked at for itself. By default there are rotations for fields with
+    as many components as the mesh has dimensions, which may be displacements.
     """
+    if rotations is None:
+        rotations = space.components == space.mesh.dim
     pieces = space.cached("pieces of nodes", lambda: _pieces_of_nodes(space))
     modes = []
     for nodes in pieces:
         middle, length = _extent(space, nodes)
-        names, basis = _motions(space, nodes, (space.node_points - middle) / length)
+        names, basis = _motions(space, nodes, (space.node_points - middle) / length, rotations)
         rows = basis[:, fixed.reshape(-1)]
         gram = np.empty((len(basis),) * 2)
         space.mesh.comm.mpi.Allreduce(rows @ rows.T, gram)
@@ -63,13 +68,13 @@ def _extent(space: Space, nodes: NDArray[np.bool_]) -> tuple[NDArray[np.float64]
 
 
 def _motions(
-    space: Space, nodes: NDArray[np.bool_], x: NDArray[np.float64]
+    space: Space, nodes: NDArray[np.bool_], x: NDArray[np.float64], rotations: bool
 ) -> tuple[list[str], NDArray[np.float64]]:
     """Return names and values of the motions of a piece, shape (motions, unknowns)."""
     components, dim = space.components, space.mesh.dim
     names = [f"a constant in component {c}" for c in range(components)]
     basis = [np.outer(nodes, np.eye(components)[c]) for c in range(components)]
-    if components == dim:
+    if rotations:
         x = x[: len(nodes)]
         for i, j in [(0, 1)] if dim == 2 else [(0, 1), (1, 2), (2, 0)]:
             turn = np.zeros((len(x), dim))

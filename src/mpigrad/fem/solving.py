@@ -18,10 +18,11 @@ from mpigrad.operations import require
 from mpigrad.operations.local_programs import as_array, jit_local
 from mpigrad.operations.norms import two_norms
 from mpigrad.solution import Solution
-from mpigrad.sparse import GMRES, PCG, BoomerAMG, Jacobi, Matrix, newton
+from mpigrad.sparse import GMRES, PCG, BoomerAMG, Jacobi, Matrix, NullSpace, newton
 from mpigrad.sparse import solve as solve_linear
 from mpigrad.sparse.solvers.base import LinearSolver
 from mpigrad.sparse.solvers.hypre_library import hypre_available
+from mpigrad.sparse.solvers.nullspace import as_nullspace, orthogonal
 
 __all__ = ["solve"]
 
@@ -36,6 +37,7 @@ def solve(
     rtol: float | None = None,
     atol: float = 0.0,
     max_steps: int | None = None,
+    nullspace: Any = None,
     throw: bool = True,
 ) -> Solution:
     """Find the field whose residual is zero at all unknowns that are not fixed (collective).
@@ -63,6 +65,12 @@ def solve(
         steps, by default 50. The default solver takes `rtol`, too. Default of `rtol`: 1e-8, or 1e-5
         for fields in float32. A linear equation has no Newton steps, so with it `atol` and
         `max_steps` are errors, and so is `rtol` with a `solver`, which has its own.
+    nullspace
+        What can be added to a solution: "constants" of each component, "rigid motions" of a
+        displacement (translations and infinitesimal rotations, made of the coordinates), a field,
+        a list of fields, or a `sparse.NullSpace` of them. By name it is what `fixed` leaves free,
+        in each piece of the mesh. The solution is orthogonal to it, as a vector of unknowns, and
+        the loads must be in balance. Fields must be zero at fixed unknowns.
     throw
         Raise an error on every rank if no solution is found.
 
@@ -78,7 +86,8 @@ def solve(
     jax.errors.JaxRuntimeError
         On all ranks: if no solution is found and `throw` is true. Also if the equation is linear
         and the fixed unknowns leave a constant, or a rigid motion of a displacement, free in a
-        piece of the mesh.
+        piece of the mesh, which is not in `nullspace`. With `nullspace`: if the loads are not in
+        balance.
 
     Examples
     --------
@@ -113,20 +122,25 @@ def solve(
     start = _start(mask, given, u0)
     if solver is None:
         solver = _default_solver(equation, dtype, rtol)
+    null = None if nullspace is None else _null_space(space, mask, nullspace)
 
     if equation.is_linear:
         A = equation.jacobian(start)
-        _require_regular(space, A, mask, "Fix more unknowns.")
+        _require_regular(space, A, mask, null, "Fix more unknowns")
         b = _right_hand_side(mask, equation.residual(start))
         A, b = A.at_boundary(mask.reshape(-1), b, 0.0)
-        found = solve_linear(A, b, solver, throw=throw)
-        return dataclasses.replace(found, value=_moved(start, found.value))
+        found = solve_linear(A, b, solver, nullspace=_flattened(null), throw=throw)
+        u = _moved(start, found.value)
+        if null is not None and u0 is not None:
+            u = orthogonal(null.vectors, u, space.mesh.comm)
+        return dataclasses.replace(found, value=u)
 
     if free_modes(space, mask):
         remedy = (
-            "Fix more unknowns, or start from another u0 if the Jacobian is singular there alone."
+            "Fix more unknowns, or start from another u0 if the Jacobian is singular there alone"
         )
-        _require_regular(space, equation.jacobian(jnp.where(mask, given, start)), mask, remedy)
+        A = equation.jacobian(jnp.where(mask, given, start))
+        _require_regular(space, A, mask, null, remedy)
 
     def insert(v: jax.Array) -> jax.Array:
         return jnp.where(mask, given, v)
@@ -141,7 +155,8 @@ def solve(
 
     return newton(
         residual, jax.lax.stop_gradient(start), solver, jacobian=jacobian, rtol=rtol, atol=atol,
-        max_steps=50 if max_steps is None else max_steps, throw=throw, comm=space.mesh.comm,
+        max_steps=50 if max_steps is None else max_steps, nullspace=null, throw=throw,
+        comm=space.mesh.comm,
     )  # fmt: skip
 
 
@@ -209,6 +224,44 @@ def _check_field(space: Space, name: str, field: Any) -> None:
             )
 
 
+def _null_space(space: Space, mask: np.ndarray, given: Any) -> NullSpace | None:
+    """Return the null space as lists of fields, or None if nothing is free."""
+    null = as_nullspace(given)
+
+    def fields(vectors: Any) -> Any:
+        if not isinstance(vectors, str):
+            vectors = list(vectors) if isinstance(vectors, list | tuple) else [vectors]
+            for v in vectors:
+                _check_field(space, "a field of nullspace", v)
+            return vectors
+        if vectors not in ("constants", "rigid motions"):
+            raise ValueError(
+                "fem.solve: nullspace must be 'constants', 'rigid motions', fields or a "
+                f"sparse.NullSpace, got {vectors!r}. Choose one of them."
+            )
+        if vectors == "rigid motions" and space.components != space.mesh.dim:
+            raise ValueError(
+                "fem.solve: rigid motions need a displacement with as many components as the mesh "
+                f"has dimensions, {space.mesh.dim}, got {space.components}. Give "
+                "nullspace='constants'."
+            )
+        return [m.values for m in free_modes(space, mask, vectors == "rigid motions")]
+
+    vectors = fields(null.vectors)
+    left = None if null.left is None else fields(null.left)
+    return NullSpace(vectors, left, null.project) if vectors else None
+
+
+def _flattened(null: NullSpace | None) -> NullSpace | None:
+    if null is None:
+        return None
+
+    def flat(fields: Any) -> Any:
+        return None if fields is None else [as_array(v).reshape(-1) for v in fields]
+
+    return NullSpace(flat(null.vectors), flat(null.left), null.project)
+
+
 def _dtypes(equation: Equation) -> list[Any]:
     leaves = jax.tree.leaves(([(t.args, t.kwargs) for t in equation.terms], equation.load))
     dtypes = [jnp.result_type(leaf) for leaf in leaves]
@@ -225,20 +278,32 @@ def _default_solver(equation: Equation, dtype: Any, rtol: float) -> LinearSolver
     return method(rtol=rtol, preconditioner=Jacobi(), max_steps=10_000)
 
 
-def _require_regular(space: Space, A: Matrix, mask: np.ndarray, remedy: str) -> None:
+def _require_regular(
+    space: Space, A: Matrix, mask: np.ndarray, null: NullSpace | None, remedy: str
+) -> None:
     """Raise an error on all ranks if a constant or a rigid motion is free and changes no residual.
 
     The conditions are known while the program is traced, so it costs nothing if they leave no such
-    field free.
+    field free. Those in the null space may be free.
     """
-    comm = space.mesh.comm
-    for mode in free_modes(space, mask):
+    comm, modes = space.mesh.comm, free_modes(space, mask)
+    given = [] if null is None else null.vectors
+    if len(given) >= len(modes):  # they are independent
+        return
+    names = '"constants"'
+    if space.components == space.mesh.dim:
+        names = '"rigid motions" (elasticity) or "constants"'
+    for mode in modes:
         moved = A @ as_array(mode.values.reshape(-1), A.dtype)
-        vectors = jax.lax.stop_gradient((moved, A.diagonal()))
-        change, diagonal = two_norms(*vectors, comm=comm)
+        rest = whole = as_array(mode.values, A.dtype)
+        if given:
+            rest = orthogonal(given, whole, comm)
+        vectors = (moved, A.diagonal(), whole.reshape(-1), rest.reshape(-1))
+        change, diagonal, size, outside = two_norms(*jax.lax.stop_gradient(vectors), comm=comm)
         require(
-            change > 100 * jnp.finfo(A.dtype).eps * diagonal,
+            (change > 100 * jnp.finfo(A.dtype).eps * diagonal) | (outside < 1e-3 * size),
             f"fem.solve: the equation has no unique solution: {mode.name} can be added, which the "
-            f"fixed unknowns leave free. {remedy}",
+            f"fixed unknowns leave free. {remedy}, or give nullspace={names} for the solution that "
+            "is orthogonal to it.",
             comm=comm,
         )

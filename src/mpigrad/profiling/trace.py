@@ -225,7 +225,8 @@ class _Recorder:
         groups: dict[int, tuple[tuple[int, ...], int]] = {}
         for slot in range(int(slots.max(initial=-1)) + 1):
             comm = MPI.Comm.fromhandle(self.lib.mpigrad_trace_communicator(slot))
-            group = comm.Get_group()
+            # The members of a communicator that was freed are not known any more.
+            group = world if comm == MPI.COMM_NULL else comm.Get_group()
             ranks = tuple(MPI.Group.Translate_ranks(group, range(group.size), world))
             groups[slot] = (ranks, sum(other == ranks for other, _ in groups.values()))
         return groups

@@ -152,6 +152,7 @@ def library() -> ctypes.CDLL:
         ctypes.c_int,
         ctypes.c_int,
     ]
+    lib.mpigrad_free_communicator.argtypes = [ctypes.c_int64] * 3
     lib.mpigrad_set_reduction.argtypes = [ctypes.c_int64, ctypes.c_int64]
     lib.mpigrad_set_call_site.argtypes = [ctypes.c_int64, ctypes.c_char_p, ctypes.c_char_p]
     lib.mpigrad_set_arithmetic_type.argtypes = [ctypes.c_int, ctypes.c_int64]

@@ -18,6 +18,7 @@ from mpigrad.sparse.solvers.hypre_library import (
 )
 from mpigrad.sparse.solvers.krylov.system import LinearSystem
 from mpigrad.sparse.solvers.methods import GMRES, PCG, BiCGStab, Multigrid
+from mpigrad.sparse.solvers.nullspace import NullSpace
 from mpigrad.sparse.solvers.operator_solve import Operator
 from mpigrad.sparse.solvers.preconditioners import PFMG, BoomerAMG, BoxMG, Jacobi, Preconditioner
 from mpigrad.sparse.solvers.solve import default_solver, solve
@@ -36,6 +37,7 @@ __all__ = [
     "LinearSystem",
     "Matrix",
     "Multigrid",
+    "NullSpace",
     "Operator",
     "Pattern",
     "Preconditioner",

@@ -31,6 +31,13 @@ from mpigrad.sparse.solvers.hypre_library import hypre_available
 from mpigrad.sparse.solvers.implicit import implicit_primitive
 from mpigrad.sparse.solvers.krylov.system import noise
 from mpigrad.sparse.solvers.methods import GMRES
+from mpigrad.sparse.solvers.nullspace import (
+    as_nullspace,
+    from_orthonormal,
+    orthonormal,
+    projected,
+    without_nullspace,
+)
 from mpigrad.sparse.solvers.operator_solve import linearized, operator_solve_p
 from mpigrad.sparse.solvers.preconditioners import BoomerAMG, Jacobi
 from mpigrad.sparse.solvers.solve import solve
@@ -52,6 +59,7 @@ def newton(
     rtol: float = 1e-8,
     atol: float = 0.0,
     max_steps: int = 50,
+    nullspace: Any = None,
     throw: bool = True,
     comm: Communicator | None = None,
 ) -> Solution:
@@ -87,6 +95,9 @@ def newton(
         if x0 may be a solution already.
     max_steps
         The largest number of Newton steps.
+    nullspace
+        The null space of the Jacobian, the same at every x, as for `solve`, with vectors like x.
+        The solution is orthogonal to it.
     throw
         Raise an error on every rank if no solution is found: no convergence, NaN, a singular
         Jacobian. With `throw=False`, look at `Solution.result`.
@@ -169,19 +180,27 @@ def newton(
         resolve(comm) if pattern is None else pattern.comm,
         _default_solver(pattern, flat.dtype) if solver is None else solver,
     )
+    space, null = None, without_nullspace(flat.dtype)
+    if nullspace is not None:
+        space = as_nullspace(nullspace, problem.solver)
+        null = orthonormal(space, _null_vector(x0), flat.size, flat.dtype, problem.comm)
     x, info = newton_p.bind(
         *F_constants,
         *J_constants,
         *leaves,
         jax.lax.stop_gradient(flat),
+        jax.lax.stop_gradient(null),
         carrier(),
         problem=problem,
+        project=space is not None and space.project,
         rtol=float(rtol),
         atol=float(atol),
         max_steps=int(max_steps),
         throw=bool(throw),
         site=call_site(),
     )
+    if space is not None:  # for derivatives in the vectors
+        x = projected(null[:1], x[None], problem.comm)[0]
     return Solution(
         value=x.reshape(x0.shape),
         result=info[0].astype("int32"),
@@ -205,6 +224,18 @@ def _check_solver_and_args(solver: Any, args: Any) -> None:
             f"newton: args must be a tuple or a list, got {_kind(args)}. Pass one parameter of F "
             "as args=(parameter,)."
         )
+
+
+def _null_vector(x0: jax.Array) -> Callable[[Any], jax.Array]:
+    def flat(v: Any) -> jax.Array:
+        if jnp.shape(v) != x0.shape:
+            raise ValueError(
+                f"NullSpace: expected a vector like x0, of shape {x0.shape}, got shape "
+                f"{jnp.shape(v)}. Give this rank's part of each vector, and several as a list."
+            )
+        return as_array(v).reshape(-1)
+
+    return flat
 
 
 def _kind(x: Any) -> str:
@@ -267,7 +298,8 @@ def _traced(f: Callable[..., Any], x: Any, leaves: Sequence[Any]) -> tuple[Any, 
     return *compat.constants_as_operands(closed), shape
 
 
-# ---- the primitive: (constants..., leaves..., x0, carrier) -> x, info ----
+# ---- the primitive: (constants..., leaves..., x0, null, carrier) -> x, info. `null` has
+# orthonormal null vectors, as that of `operator_solve_p` ----
 
 
 def _run(
@@ -276,12 +308,13 @@ def _run(
     rtol: float,
     atol: float,
     max_steps: int,
+    project: bool,
     throw: bool,
     site: int,
 ) -> Any:
-    *parameters, x0, _ = operands
+    *parameters, x0, null, _ = operands
     with without_carriers():  # differentiation has happened: these messages carry values only
-        end = iterate(problem, parameters, x0, rtol, atol, max_steps)
+        end = iterate(problem, parameters, x0, null, rtol, atol, max_steps, project)
         info = summary(end)
         if throw:
             head = f"newton, {describe(site)}: "
@@ -295,7 +328,7 @@ def _differentiate(
     """Return the primal results, the residuals of the tangent map, and the tangent map."""
     x, info = newton_p.bind(*operands, **params)
     problem: Problem = params["problem"]
-    *parameters, _, a = operands
+    *parameters, _, null, a = operands
     varying = [
         i for i, p in enumerate(parameters) if jnp.issubdtype(jnp.result_type(p), np.inexact)
     ]
@@ -318,8 +351,8 @@ def _differentiate(
         at_x = [problem.J(link, x, parameters)]
 
     def tangent(saved: Any, tangents: Sequence[Any]) -> list[Any]:
-        constants, at_x, link = saved
-        *changes, _, ta = tangents
+        constants, at_x, null, link = saved
+        *changes, _, _, ta = tangents
         changes = [ad.instantiate_zeros(changes[i]) for i in varying]
         ta = ad.instantiate_zeros(ta)
         rhs = -eval_jaxpr(moved, (), *constants, ta, *changes)[0]
@@ -327,21 +360,23 @@ def _differentiate(
         if forward is None:
             assert problem.pattern is not None
             with set_carrier(link):
-                dx = solve(Matrix(problem.pattern, at_x[0]), rhs, problem.solver).value
+                A = Matrix(problem.pattern, at_x[0])
+                dx = solve(A, rhs, problem.solver, nullspace=from_orthonormal(null)).value
         else:
-            nothing = jnp.zeros(2, rhs.dtype), rhs, jnp.zeros_like(rhs), link
+            nothing = jnp.zeros(3, rhs.dtype), rhs, jnp.zeros_like(rhs), null, link
             dx, *_ = operator_solve_p.bind(
                 *at_x, *nothing, forward=forward, inverse=None, counts=(len(at_x), 0),
-                solver=problem.solver, throw=True, site=params["site"], comm=problem.comm,
+                solver=problem.solver, null_check="", throw=True, site=params["site"],
+                comm=problem.comm,
             )  # fmt: skip
         return [dx, _Zero(compat.tangent_aval(info))]
 
-    return [x, info], (constants, at_x, link), tangent
+    return [x, info], (constants, at_x, null, link), tangent
 
 
 newton_p = implicit_primitive(
     "newton",
-    shapes=lambda *operands, **_: [operands[-2], ShapedArray((INFO,), operands[-2].dtype)],
+    shapes=lambda *operands, **_: [operands[-3], ShapedArray((INFO,), operands[-3].dtype)],
     run=_run,
     differentiate=_differentiate,
 )

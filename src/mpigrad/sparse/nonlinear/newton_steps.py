@@ -20,6 +20,7 @@ from mpigrad.sparse.matrix.matrix import Matrix
 from mpigrad.sparse.matrix.pattern import Pattern
 from mpigrad.sparse.solvers.base import LinearSolver
 from mpigrad.sparse.solvers.krylov.system import RUNNING, noise
+from mpigrad.sparse.solvers.nullspace import from_orthonormal, projected
 from mpigrad.sparse.solvers.operator_solve import Operator
 from mpigrad.sparse.solvers.solve import solve
 
@@ -28,6 +29,9 @@ __all__ = ["INFO", "Problem", "iterate", "require_solution", "summary"]
 INFO = 7
 _LINK = np.float32(0)
 _SHORTEST = 2.0**-12  # the shortest step
+_LOAD_STEPS = (
+    "Apply a large load in load steps, each from the solution of the step before (docs/fem.md)."
+)
 _DECREASE = 1e-4  # the fraction of the linear model's decrease that a step must reach
 
 
@@ -74,15 +78,30 @@ class _Iterate(NamedTuple):
     norm0: jax.Array
     steps: jax.Array
     linear_steps: jax.Array
-    linear: jax.Array  # result and relative residual of the last linear solve
+    # Result and relative residual of the last linear solve. INCONSISTENT: |F| outside the range.
+    linear: jax.Array
     state: jax.Array
 
 
 def iterate(
-    problem: Problem, parameters: list[Any], x0: Any, rtol: float, atol: float, max_steps: int
+    problem: Problem,
+    parameters: list[Any],
+    x0: Any,
+    null: Any,
+    rtol: float,
+    atol: float,
+    max_steps: int,
+    project: bool,
 ) -> _Iterate:
-    """Take Newton steps from x0 until one of the ends of `Result` is reached."""
+    """Take Newton steps from x0 until one of the ends of `Result` is reached.
+
+    `null` has orthonormal null vectors of the Jacobian, shape (1 or 2, k, n).
+    """
     comm, dtype = problem.comm, x0.dtype
+    singular = null.shape[1] > 0
+
+    def without(vectors: Any, v: Any) -> Any:
+        return projected(vectors[None], v[None], comm)[0] if singular else v
 
     def direction(x: Any, r: Any) -> tuple[Any, ...]:
         """Return J⁻¹ r, the number of linear steps, and the solve's result and residual."""
@@ -96,15 +115,17 @@ def iterate(
             product = along(probe)
             defect, size = two_norms(A @ probe - product, product, comm=comm)
             wrong = defect > jnp.finfo(dtype).eps ** 0.5 * size
-        found = solve(A, r, problem.solver, throw=False)
+        space = from_orthonormal(null)
+        found = solve(A, r, problem.solver, nullspace=space, throw=False)
         result = jnp.where(wrong, Result.WRONG_JACOBIAN, found.result).astype(dtype)
         linear = jnp.stack([result, found.stats["relative_residual"]])
         return found.value, found.stats["num_steps"], linear
 
     def step(i: _Iterate) -> _Iterate:
         x = i.x - i.t * i.d
-        r = problem.F(_LINK, x, parameters)
-        (norm,) = two_norms(r, comm=comm)
+        whole = problem.F(_LINK, x, parameters)
+        r = without(null[-1], whole)
+        norm, excess = two_norms(r, whole - r, comm=comm)
         first = jnp.isinf(i.norm)
         norm0 = jnp.where(first, norm, i.norm0)
         better = jnp.where(first, jnp.isfinite(norm), norm <= (1 - _DECREASE * i.t) * i.norm)
@@ -125,6 +146,11 @@ def iterate(
         state = jnp.where(go & (linear[0] != Result.SUCCESSFUL), failed, state)
         state = jnp.where(late, Result.MAX_STEPS_REACHED, state)
         state = jnp.where(done, Result.SUCCESSFUL, state)
+        if singular and not project:  # this part is the same at all x
+            rounding = 100 * float(jnp.finfo(dtype).eps)
+            outside = first & better & (excess > jnp.maximum(atol, max(rtol, rounding) * norm))
+            state = jnp.where(outside, Result.INCONSISTENT, state)
+            linear = jnp.where(outside, jnp.stack([linear[0], excess]), linear)
         return _Iterate(
             jnp.where(better, x, i.x),
             d,
@@ -139,7 +165,8 @@ def iterate(
 
     zero, none = jnp.zeros((), dtype), jnp.zeros((), "int32")
     start = _Iterate(
-        x0, jnp.zeros_like(x0), zero, jnp.full((), jnp.inf, dtype), zero, none, none,
+        without(null[0], x0), jnp.zeros_like(x0), zero,
+        jnp.full((), jnp.inf, dtype), zero, none, none,
         jnp.zeros(2, dtype), jnp.full((), RUNNING, "int32"),
     )  # fmt: skip
     return jax.lax.while_loop(lambda i: i.state == RUNNING, step, start)
@@ -169,7 +196,7 @@ def require_solution(
     require(
         result != Result.NOT_FINITE,
         f"{head}{Result.NOT_FINITE.message}: F(x0) holds such a value. Look for a division by zero "
-        "or an overflow in F, or start from another x0.",
+        f"or an overflow in F, or start from another x0. {_LOAD_STEPS}",
         comm=comm,
     )
     require(
@@ -179,15 +206,31 @@ def require_solution(
         steps,
         comm=comm,
     )
+    require(
+        result != Result.INCONSISTENT,
+        f"{head}no x solves F(x) = 0: the part of F(x0) along the left null space is {{}}, and "
+        "the rest is {}. Balance the loads, or solve for the rest with "
+        "nullspace=NullSpace(..., project=True).",
+        linear_residual,
+        norm,
+        comm=comm,
+    )
     failed = result == Result.LINEAR_SOLVE_FAILED
     for cause in Result:
-        if cause <= Result.NOT_LINEAR or cause == Result.INACCURATE:
+        remedy = (
+            "The Jacobian may be singular at x: start from another x0, or take another solver. "
+            f"{_LOAD_STEPS}"
+        )
+        if cause == Result.WRONG_NULLSPACE:
+            remedy = (
+                "Give vectors z with J z = 0 at every x, and the left ones if J is not symmetric."
+            )
+        if cause <= Result.NOT_LINEAR or cause in (Result.INACCURATE, Result.WRONG_NULLSPACE):
             require(
                 ~(failed & (linear == cause)),
                 f"{head}{Result.LINEAR_SOLVE_FAILED.message}: in step {{}}, at |F(x)| = {{}}, "
                 f"{problem.solver!r} ended with {cause.name} ({cause.message}), relative residual "
-                "{}. The Jacobian may be singular at x: start from another x0, or take another "
-                "solver.",
+                f"{{}}. {remedy}",
                 steps,
                 norm,
                 linear_residual,
@@ -196,7 +239,8 @@ def require_solution(
     require(
         result != Result.STAGNATED,
         f"{head}no step, however short, makes the residual smaller: {residual}. It may be a local "
-        "minimum of |F|, or as small as rounding allows. Start from another x0, or give atol.",
+        "minimum of |F|, or as small as rounding allows. Start from another x0, or give atol. "
+        f"{_LOAD_STEPS}",
         norm,
         relative,
         steps,

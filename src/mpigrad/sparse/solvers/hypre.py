@@ -75,6 +75,7 @@ def run(
     x0: jax.Array,
     values_id: jax.Array,
     *,
+    singular: bool,
     throw: bool,
     site: int,
 ) -> tuple[jax.Array, jax.Array]:
@@ -85,6 +86,8 @@ def run(
     values_id
         Shape (1,): the id of the values in the info of an earlier solve. The values must be the
         same, so that they are not compared. Shape (0,): no id.
+    singular
+        True if the matrix has a null space.
     """
     preconditioner = solver.preconditioner
     assert preconditioner is not None
@@ -94,7 +97,7 @@ def run(
         b,
         x0,
         values_id,
-        system=_system(pattern, preconditioner, solver.symmetric),
+        system=_system(pattern, preconditioner, solver.symmetric, singular),
         method=solver.hypre_method,
         restart=int(getattr(solver, "restart", 0)),
         rtol=float(solver.rtol),
@@ -125,14 +128,16 @@ class _BoomerAMGOptions(ctypes.Structure):
         ("unknowns_per_cell", ctypes.c_int32),
         ("keeps_stale", ctypes.c_int32),
         ("near_null", ctypes.c_int32),
+        ("singular", ctypes.c_int32),
         ("strong_threshold", ctypes.c_double),
     )
 
 
-def _assembled(pattern: Pattern, amg: BoomerAMG) -> int:
+def _assembled(pattern: Pattern, amg: BoomerAMG, singular: bool) -> int:
     """Make a system of an assembled matrix, preconditioned by BoomerAMG, and return its id."""
     vectors = np.zeros((0, pattern.n_local))
-    if amg.near_null and pattern.near_null is not None:
+    # Coarse rows of a vector that another one interpolates hold rounding if the matrix is singular.
+    if amg.near_null and pattern.near_null is not None and not singular:
         vectors = np.ascontiguousarray(pattern.near_null.T, float)
     options = _BoomerAMGOptions(
         COARSENINGS[amg.coarsening],
@@ -144,6 +149,7 @@ def _assembled(pattern: Pattern, amg: BoomerAMG) -> int:
         amg.unknowns_per_cell,
         amg.reuse == "stale",
         len(vectors),
+        singular,
         amg.strong_threshold,
     )
     arrays = [
@@ -174,16 +180,19 @@ class _System:
         weakref.finalize(self, destroy, ctypes.c_int64(self.id)).atexit = False
 
 
-def _system(pattern: Pattern, preconditioner: Preconditioner, symmetric: bool) -> _System:
-    """Return the system of a preconditioner. PFMG has another one for symmetric matrices."""
+def _system(
+    pattern: Pattern, preconditioner: Preconditioner, symmetric: bool, singular: bool
+) -> _System:
+    """Return the system of a preconditioner, which also depends on properties of the matrix."""
     systems = pattern.solver_systems
-    key = (preconditioner, symmetric and isinstance(preconditioner, PFMG))
+    structured = isinstance(preconditioner, PFMG)
+    key = (preconditioner, symmetric if structured else singular)
     if key not in systems:
-        if isinstance(preconditioner, PFMG):
+        if structured:
             systems[key] = _System(pfmg.structured(pattern, preconditioner, symmetric))
         else:
             assert isinstance(preconditioner, BoomerAMG)
-            systems[key] = _System(_assembled(pattern, preconditioner))
+            systems[key] = _System(_assembled(pattern, preconditioner, singular))
     return systems[key]
 
 

@@ -32,6 +32,14 @@ from mpigrad.sparse.solvers.krylov.errors import require_success
 from mpigrad.sparse.solvers.krylov.iteration import solve_system
 from mpigrad.sparse.solvers.krylov.system import LinearSystem, noise
 from mpigrad.sparse.solvers.methods import GMRES
+from mpigrad.sparse.solvers.nullspace import (
+    as_nullspace,
+    check_nullspace,
+    mark_faults,
+    orthonormal,
+    projected,
+    without_nullspace,
+)
 from mpigrad.sparse.solvers.scaling import (
     largest,
     normalizing,
@@ -87,6 +95,7 @@ def solve_operator(
     solver: LinearSolver | None = None,
     *,
     x0: Any = None,
+    nullspace: Any = None,
     throw: bool = True,
 ) -> tuple[Any, jax.Array, Guesses | None]:
     """Solve A x = b for a function A: x like b, the info of shape (INFO,), and the next guesses."""
@@ -124,21 +133,33 @@ def solve_operator(
     if operator.inverse is not None:
         function = flattened(operator.inverse, "inverse")
         inverse, inverse_residuals, _ = linearized(function, probe, a)
+    space, null, null_check = None, without_nullspace(flat.dtype), ""
+    if nullspace is not None:
+        space, null_check = as_nullspace(nullspace, solver), "consistent"
+        null = orthonormal(
+            space, lambda v: _like(v, b, "a null vector"), flat.size, flat.dtype, comm
+        )
+        if space.project:
+            flat, null_check = projected(null[-1:], flat[None], comm)[0], "project"
     x, info, vectors = operator_solve_p.bind(
         *residuals,
         *inverse_residuals,
         defect,
         flat,
         first,
+        jax.lax.stop_gradient(null),
         a,
         forward=forward,
         inverse=inverse,
         counts=(len(residuals), len(inverse_residuals)),
         solver=solver,
+        null_check=null_check,
         throw=bool(throw),
         site=call_site(),
         comm=comm,
     )
+    if space is not None:  # for derivatives in the vectors
+        x = projected(null[:1], x[None], comm)[0]
     state = None
     if isinstance(x0, Guesses):
         state = Guesses.tree_unflatten(None, (jax.vmap(unravel)(vectors),))
@@ -234,23 +255,23 @@ def linearized(
     return _Map(jaxpr), residuals, value
 
 
-# ---- the primitive: (residuals..., defect, b, x0, carrier) -> x, info, vectors. The defect has
-# |f(v) - A v|^2 and |A v|^2 for A v scaled to about 1, and the size of A v. x0 may also be
+# ---- the primitive: (residuals..., defect, b, x0, null, carrier) -> x, info, vectors. The defect
+# has |f(v) - A v|^2 and |A v|^2 for A v scaled to about 1, and the size of A v. x0 may also be
 # the vectors of guesses, shape (2 k, n). Then `vectors` are those for the next solve. Otherwise
-# k = 0 ----
+# k = 0. `null` is one of `solve_p`, without its first axis ----
 
 _Zero: Any = ad.Zero  # pyright: ignore[reportPrivateImportUsage]
 
 
 def _parts(operands: Sequence[Any], counts: tuple[int, int]) -> tuple[list[Any], ...]:
-    """Return the map's residuals, the inverse's residuals, and (defect, b, x0, carrier)."""
+    """Return the map's residuals, the inverse's residuals, and (defect, b, x0, null, carrier)."""
     n, m = counts
     operands = list(operands)
     return operands[:n], operands[n : n + m], operands[n + m :]
 
 
 def _shapes(*operands: Any, **_: Any) -> list[ShapedArray]:
-    b, x0 = operands[-3:-1]
+    b, x0 = operands[-4:-2]
     real = jnp.finfo(b.dtype).dtype
     k = x0.shape[0] if x0.ndim == 2 else 0
     return [
@@ -266,14 +287,23 @@ def _run(
     inverse: _Map | None,
     counts: tuple[int, int],
     solver: LinearSolver,
+    null_check: str,
     throw: bool,
     site: int,
     comm: Communicator,
 ) -> Any:
-    residuals, inverse_residuals, (defect, b, x0, _) = _parts(operands, counts)
+    residuals, inverse_residuals, (defect, b, x0, null, _) = _parts(operands, counts)
     vectors = x0 if x0.ndim == 2 else jnp.zeros((0, *b.shape), b.dtype)
-    given, head = b, f"solve, {describe(site)}: "
+    head, product = f"solve, {describe(site)}: ", functools.partial(forward, residuals)
+    singular, faults = null.shape[1] > 0, None
     with without_carriers():  # differentiation has happened: these messages carry values only
+        if null_check:
+            rhs = b if null_check == "consistent" else None
+            first = comm.rank << 20
+            faults = check_nullspace(null, product, rhs, solver, comm, first, head, throw)
+        if singular:
+            b = projected(null[-1:], b[None], comm)[0]
+        given = b
         size, up = normalizing([defect[2], largest(b)], comm)
         # A method of the user may have parameters that fit the operator.
         operator = size if solver.judges_residual else jnp.zeros_like(size)
@@ -292,7 +322,7 @@ def _run(
             return scaled_map(functools.partial(inverse, inverse_residuals), v, -operator)
 
         system = LinearSystem(
-            product=lambda v: scaled_map(functools.partial(forward, residuals), v, operator),
+            product=lambda v: scaled_map(product, v, operator),
             precondition=precondition,
             b=b,
             x0=x0,
@@ -308,6 +338,10 @@ def _run(
             require_success(solver, info, comm, head, operator=True)
         info = refuse_overflow(x, down, info, comm, head, throw)
         x = scaled(x, down)
+        if singular:
+            x = projected(null[:1], x[None], comm)[0]
+        if faults is not None:
+            x, info = mark_faults(x, info, faults)
     return x, info, next_vectors(vectors, x, given, info[0]) if len(vectors) else vectors
 
 
@@ -320,9 +354,10 @@ def _differentiate(
     every rank sends its messages.
     """
     x, info, vectors = operator_solve_p.bind(*operands, **params)
-    guessed = operands[-2].ndim == 2
+    guessed = operands[-3].ndim == 2
     counts, forward = params["counts"], params["forward"]
-    residuals, inverse_residuals, (defect, b, _, a) = _parts(operands, counts)
+    params = {**params, "null_check": ""}
+    residuals, inverse_residuals, (defect, b, _, null, a) = _parts(operands, counts)
     varying = [i for i, r in enumerate(residuals) if jnp.issubdtype(jnp.result_type(r), np.inexact)]
     link = a + opaque_zero(x, CARRIER)  # active on every rank on which x is
 
@@ -340,8 +375,8 @@ def _differentiate(
     nothing, start = defect.at[:2].set(0), jnp.zeros_like(b)
 
     def tangent(saved: Any, tangents: Sequence[Any]) -> list[Any]:
-        consts, residuals, inverse_residuals, nothing, start, link = saved
-        changes, _, (_, tb, tx0, ta) = _parts(tangents, counts)
+        consts, residuals, inverse_residuals, nothing, start, null, link = saved
+        changes, _, (_, tb, tx0, _, ta) = _parts(tangents, counts)
         rhs = start if type(ta) is _Zero else opaque_zero(ta, jax.typeof(start))
         if type(tb) is not _Zero:
             rhs = rhs + tb
@@ -352,30 +387,31 @@ def _differentiate(
         # Tangents have guesses of their own, as have cotangents.
         first = ad.instantiate_zeros(tx0) if guessed else start
         dx, _, after = operator_solve_p.bind(
-            *residuals, *inverse_residuals, nothing, rhs, first, link, **params
+            *residuals, *inverse_residuals, nothing, rhs, first, null, link, **params
         )
         return [dx, _Zero(compat.tangent_aval(info)), after]
 
-    saved = (consts, residuals, inverse_residuals, nothing, start, link)
+    saved = (consts, residuals, inverse_residuals, nothing, start, null, link)
     return [x, info, vectors], saved, tangent
 
 
 def _transpose(cotangents: Any, *operands: Any, **params: Any) -> list[Any]:
-    residuals, inverse_residuals, (defect, b, x0, a) = _parts(operands, params["counts"])
+    residuals, inverse_residuals, (defect, b, x0, null, a) = _parts(operands, params["counts"])
     params = {**params, "site": -abs(params["site"])}
     if not params["solver"].symmetric:
         inverse = params["inverse"]
         params["forward"] = params["forward"].transposed()
         params["inverse"] = None if inverse is None else inverse.transposed()
+        null = null[::-1]
     # The cotangents of guesses hold guesses for adjoint solves.
     ct, vectors = ad.instantiate_zeros(cotangents[0]), ad.instantiate_zeros(cotangents[2])
     first = vectors if len(vectors) else jnp.zeros_like(ct)
     back, _, before = operator_solve_p.bind(
-        *residuals, *inverse_residuals, defect, ct, first, a, **params
+        *residuals, *inverse_residuals, defect, ct, first, null, a, **params
     )
     linear = ad.is_undefined_primal
-    ends = [back if linear(b) else None, before if linear(x0) else None, None]
-    return [None] * (len(operands) - 3) + ends
+    ends = [back if linear(b) else None, before if linear(x0) else None, None, None]
+    return [None] * (len(operands) - 4) + ends
 
 
 operator_solve_p = implicit_primitive(

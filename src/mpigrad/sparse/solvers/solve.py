@@ -38,6 +38,14 @@ from mpigrad.sparse.solvers.guesses import Guesses, first_guess, next_vectors
 from mpigrad.sparse.solvers.hypre_library import hypre_available
 from mpigrad.sparse.solvers.krylov import matrices
 from mpigrad.sparse.solvers.methods import PCG
+from mpigrad.sparse.solvers.nullspace import (
+    as_nullspace,
+    check_nullspace,
+    mark_faults,
+    orthonormal,
+    projected,
+    without_nullspace,
+)
 from mpigrad.sparse.solvers.operator_solve import solve_operator
 from mpigrad.sparse.solvers.preconditioners import PFMG, BoxMG, Jacobi, Preconditioner
 from mpigrad.sparse.solvers.scaling import (
@@ -82,7 +90,13 @@ def default_solver(rtol: float = 1e-8, pattern: Pattern | None = None) -> Linear
 
 
 def solve(
-    A: Any, b: Any, solver: LinearSolver | None = None, x0: Any = None, *, throw: bool = True
+    A: Any,
+    b: Any,
+    solver: LinearSolver | None = None,
+    x0: Any = None,
+    *,
+    nullspace: Any = None,
+    throw: bool = True,
 ) -> Solution:
     """Solve A x = b (collective).
 
@@ -111,10 +125,14 @@ def solve(
         The first guess, in the shape of b. Default: zeros. No derivative is taken with respect to
         it: the solution does not depend on it. Or `Guesses`: the solutions of earlier solves, from
         which the first guess is taken, and those of adjoint solves from earlier adjoint solves.
+    nullspace
+        For a singular matrix its null space: "constants", or a vector like b, or a list of such
+        vectors, or a `NullSpace`. The solution is orthogonal to it. The derivatives in `A.values`
+        are those along changes of A that keep the null spaces, and are exact to any order.
     throw
         Raise an error on every rank if the solve fails: no convergence, a breakdown, NaN, for
-        `PCG` a matrix that is not symmetric positive definite. With `throw=False`, look at
-        `Solution.result`.
+        `PCG` a matrix that is not symmetric positive definite, a right-hand side that is not in the
+        range of a singular matrix. With `throw=False`, look at `Solution.result`.
 
     Returns
     -------
@@ -151,7 +169,7 @@ def solve(
             f"PCG(preconditioner={name}(...))."
         )
     if callable(A):
-        return _solution(*solve_operator(A, b, solver, x0=x0, throw=throw))
+        return _solution(*solve_operator(A, b, solver, x0=x0, nullspace=nullspace, throw=throw))
     b = as_array(b)
     guesses = x0 if isinstance(x0, Guesses) else None
     plain = x0 is not None and guesses is None
@@ -173,23 +191,47 @@ def solve(
         guesses.check(b, dtype)
         (vectors,) = jax.tree.leaves(guesses)
         first = jnp.moveaxis(vectors, 2, 0) if b.ndim == 2 else vectors[None]
+    space, null, null_check = None, without_nullspace(dtype), ""
+    if nullspace is not None:
+        space, null_check = as_nullspace(nullspace, solver), "consistent"
+        null = orthonormal(space, _null_vector(pattern), pattern.n_local, dtype, pattern.comm)
+        if space.project:
+            columns, null_check = projected(null[-1:], columns, pattern.comm), "project"
     x, info, after = solve_p.bind(
         _row(A.values, dtype=dtype),
         columns,
         first,
         np.zeros(0, np.finfo(dtype).dtype),
+        jax.lax.stop_gradient(null)[None],
         carrier(),
         pattern=pattern,
         solver=solver,
+        null_check=null_check,
         throw=bool(throw),
         site=call_site(),
     )
+    if space is not None:  # for derivatives in the vectors
+        x = projected(null[:1], x, pattern.comm)
     state = None
     if guesses is not None:
         after = jnp.moveaxis(after, 0, 2) if b.ndim == 2 else after[0]
         state = Guesses.tree_unflatten(None, (after,))
     value, info = _results(x, info, axes=b.ndim)
     return _solution(value, info, state)
+
+
+def _null_vector(pattern: Pattern) -> Callable[[Any], jax.Array]:
+    def flat(v: Any) -> jax.Array:
+        v = as_array(v)
+        if v.shape != (pattern.n_local,):
+            raise ValueError(
+                f"NullSpace: expected a vector of shape ({pattern.n_local},) on rank "
+                f"{pattern.comm.rank}, got shape {v.shape}. Give this rank's part of each vector, "
+                "and several vectors as a list."
+            )
+        return v
+
+    return flat
 
 
 @jit_local(static_argnames=("dtype",))
@@ -280,15 +322,16 @@ def _check_solver(solver: LinearSolver, pattern: Pattern, dtype: Any) -> None:
     solver.check(pattern, dtype)
 
 
-# ---- the primitive: (values (1 or B, nnz), b, x0, values_id, carrier) -> x, info, vectors, with
-# the shapes of krylov.matrices.run. x0 may also be the vectors of guesses, shape (B, 2 k, n_local).
-# Then `vectors` are those for the next solve. Otherwise k = 0 ----
+# ---- the primitive: (values (1 or B, nnz), b, x0, values_id, null, carrier) -> x, info, vectors,
+# with the shapes of krylov.matrices.run. x0 may also be the vectors of guesses, shape (B, 2 k,
+# n_local). Then `vectors` are those for the next solve. Otherwise k = 0. `null` has orthonormal
+# null vectors, shape (1 or B, 1 or 2, k, n_local): right ones, and left ones if they differ ----
 
 solve_p = Primitive("mpigrad_solve")
 _Zero: Any = ad.Zero  # pyright: ignore[reportPrivateImportUsage]
 
 
-def _shapes(values: Any, b: Any, x0: Any, values_id: Any, a: Any, **_: Any) -> list[ShapedArray]:
+def _shapes(values: Any, b: Any, x0: Any, *_: Any, **__: Any) -> list[ShapedArray]:
     real = np.finfo(b.dtype).dtype
     k = x0.shape[1] if x0.ndim == 3 else 0
     return [
@@ -303,15 +346,18 @@ def _run(
     b: Any,
     x0: Any,
     values_id: Any,
+    null: Any,
     a: Any,
     *,
     solver: LinearSolver,
     pattern: Pattern,
+    null_check: str,
     **how: Any,
 ) -> Any:
     guessed = x0.ndim == 3
     vectors = x0 if guessed else jnp.zeros((b.shape[0], 0, b.shape[1]), b.dtype)
     comm, head = pattern.comm, f"solve, {describe(how['site'])}: "
+    singular = null.shape[2] > 0
     by_library = solver.by_hypre or isinstance(solver.preconditioner, BoxMG)
 
     def method(values: Any, b: Any, x0: Any) -> tuple[Any, Any]:
@@ -321,7 +367,7 @@ def _run(
         if isinstance(solver.preconditioner, BoxMG):
             return boxmg.run(solver, pattern, values, b, x0, values_id, **how)
         if solver.by_hypre:
-            return hypre.run(solver, pattern, values, b, x0, values_id, **how)
+            return hypre.run(solver, pattern, values, b, x0, values_id, singular=singular, **how)
         return matrices.run(solver, pattern, values, b, x0, **how)
 
     def scaled_method() -> tuple[Any, Any]:
@@ -343,6 +389,12 @@ def _run(
         return scaled(x, down), info
 
     with without_carriers():  # differentiation has happened: these messages carry values only
+        faults = None
+        if null_check:
+            rhs = b if null_check == "consistent" else None
+            faults = _null_faults(values, rhs, null, len(b), solver, pattern, head, how["throw"])
+        if singular:
+            b = projected(null[:, -1], b, comm)
         if by_library:  # they are so fast that copies of vectors count
             x, info = jax.lax.cond(
                 has_usual_squares(b, comm),
@@ -351,9 +403,35 @@ def _run(
             )
         else:
             x, info = scaled_method()
+        if singular:
+            x = projected(null[:, 0], x, comm)
+        if faults is not None:
+            x, info = mark_faults(x, info, faults)
     if vectors.shape[1] > 0:
         vectors = jax.vmap(next_vectors)(vectors, x, b, info[:, 0])
     return x, info, vectors
+
+
+def _null_faults(
+    values: Any,
+    b: Any,
+    null: Any,
+    n: int,
+    solver: LinearSolver,
+    pattern: Pattern,
+    head: str,
+    throw: bool,
+) -> jax.Array:
+    """Return `check_nullspace` for each of n right-hand sides."""
+
+    def one(k: Any) -> jax.Array:
+        matrix = Matrix(pattern, values[k if len(values) > 1 else 0])
+        vectors, rhs = null[k if len(null) > 1 else 0], None if b is None else b[k]
+        return check_nullspace(
+            vectors, lambda v: matrix @ v, rhs, solver, pattern.comm, pattern.offset, head, throw
+        )
+
+    return one(0)[None] if n == 1 else jax.lax.map(one, jnp.arange(n))
 
 
 def _local_and_ghost(pattern: Pattern, x: jax.Array, link: Any, site: int) -> jax.Array:
@@ -391,16 +469,17 @@ def _differentiate(
     primals: Sequence[Any], params: dict[str, Any]
 ) -> tuple[list[Any], tuple[Any, ...], Callable[..., Any]]:
     """Return the primal results, the residuals of the tangent map, and the tangent map."""
-    values, b, x0, values_id, a = primals
+    values, b, x0, values_id, null, a = primals
     guessed = x0.ndim == 3
-    x, info, vectors = solve_p.bind(values, b, x0, values_id, a, **params)
+    x, info, vectors = solve_p.bind(values, b, x0, values_id, null, a, **params)
+    params = {**params, "null_check": ""}
     pattern = params["pattern"]
     # The tangent's carrier depends on x, so that it is active on every rank on which x is.
     link = a + opaque_zero(x, CARRIER)
     all_x = _local_and_ghost(pattern, x, link, params["site"])
 
     def tangent(residuals: Any, tangents: Any) -> list[Any]:
-        (values, link, all_x, values_id), (tv, tb, tx0, _, ta) = residuals, tangents
+        (values, link, all_x, values_id, null), (tv, tb, tx0, _, _, ta) = residuals, tangents
         if type(tb) is not _Zero:
             rhs = tb
         elif type(tv) is _Zero:  # inactive here, perhaps active elsewhere: solve all the same
@@ -412,10 +491,10 @@ def _differentiate(
             rhs = -moved if rhs is None else rhs - moved
         # Tangents have guesses of their own, as have cotangents.
         first = ad.instantiate_zeros(tx0) if guessed else np.zeros((len(x), 0), x.dtype)
-        dx, _, after = solve_p.bind(values, rhs, first, values_id, link, **params)
+        dx, _, after = solve_p.bind(values, rhs, first, values_id, null, link, **params)
         return [dx, _Zero(compat.tangent_aval(info)), after]
 
-    return [x, info, vectors], (values, link, all_x, info[0, -1:]), tangent
+    return [x, info, vectors], (values, link, all_x, info[0, -1:], null), tangent
 
 
 def _jvp(primals: Any, tangents: Any, **params: Any) -> Any:
@@ -429,7 +508,14 @@ def _linearize(is_vjp: Any, nonzeros: Any, *primals: Any, **params: Any) -> Any:
 
 
 def _transpose(
-    cotangents: Any, values: Any, b: Any, x0: Any, values_id: Any, a: Any, **params: Any
+    cotangents: Any,
+    values: Any,
+    b: Any,
+    x0: Any,
+    values_id: Any,
+    null: Any,
+    a: Any,
+    **params: Any,
 ) -> list[Any]:
     # Linear in b: the adjoint is a solve with the transposed matrix. The cotangents of guesses hold
     # guesses for adjoint solves. They are used on all ranks or on none, as their shapes say.
@@ -442,14 +528,15 @@ def _transpose(
         with set_carrier(a):
             values = transpose_values(pattern, values.T).T
         values_id = values_id[:0]  # the transpose is another matrix
+        null = null[:, ::-1]
     first = vectors if guessed else np.zeros((len(ct), 0), ct.dtype)
-    back, _, before = solve_p.bind(values, ct, first, values_id, a, **params)
+    back, _, before = solve_p.bind(values, ct, first, values_id, null, a, **params)
     linear = ad.is_undefined_primal
-    return [None, back if linear(b) else None, before if linear(x0) else None, None, None]
+    return [None, back if linear(b) else None, before if linear(x0) else None, None, None, None]
 
 
 def _batch(args: Any, dims: Any, **params: Any) -> Any:
-    (values, b, x0, values_id, a), (dv, db, dx, dk, da) = args, dims
+    (values, b, x0, values_id, null, a), (dv, db, dx, dk, dn, da) = args, dims
     n = next(v.shape[d] for v, d in zip(args, dims, strict=True) if d is not None)
     # If b is not batched, another rank's may be: solve for the batch.
     b, x0 = (
@@ -457,18 +544,22 @@ def _batch(args: Any, dims: Any, **params: Any) -> Any:
         for v, d in ((b, db), (x0, dx))
     )
     inner = b.shape[1]
-    if dv is not None:
-        values = jnp.moveaxis(values, dv, 0)
-        values = jnp.broadcast_to(values, (n, inner, values.shape[2])).reshape(n * inner, -1)
-    elif values.shape[0] > 1:
-        values = jnp.tile(values, (n, 1))
+    values, null = (_for_each(v, d, n, inner) for v, d in ((values, dv), (null, dn)))
     if dk is not None:
         values_id = jnp.moveaxis(values_id, dk, 0)[0]  # one solve for the batch has one
     if da is not None:
         a = jnp.sum(a)
     b, x0 = (v.reshape(n * inner, *v.shape[2:]) for v in (b, x0))
-    results = solve_p.bind(values, b, x0, values_id, a, **params)
+    results = solve_p.bind(values, b, x0, values_id, null, a, **params)
     return [v.reshape(n, inner, *v.shape[1:]) for v in results], [0, 0, 0]
+
+
+def _for_each(v: Any, axis: int | None, n: int, inner: int) -> Any:
+    """Return one entry for all n * inner right-hand sides, or one for each."""
+    if axis is not None:
+        v = jnp.moveaxis(v, axis, 0)
+        return jnp.broadcast_to(v, (n, inner, *v.shape[2:])).reshape(n * inner, *v.shape[2:])
+    return v if len(v) == 1 else jnp.tile(v, (n,) + (1,) * (v.ndim - 1))
 
 
 compat.make_effectful(solve_p, _shapes)

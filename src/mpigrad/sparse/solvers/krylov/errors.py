@@ -22,18 +22,39 @@ def require_success(
     kind = "the operator" if operator else "the matrix"
     for failure, text in _wrong_input(operator).items():
         require(result != failure, f"{head}{text}", comm=comm)
-    rounding = "rtol=1e-5, or float64 arrays" if single else "a larger rtol"
+    remedy_of_rounding = "rtol=1e-5, or float64 arrays" if single else "a larger rtol"
     values = "the relative residual is {} after {} steps"
-    remedy = f"Raise max_steps={solver.max_steps}, loosen rtol, or take a better preconditioner"
+    restart = getattr(solver, "restart", None)  # of GMRES
+    longer = "" if restart is None else f"restart={restart} or "
+    remedy = (
+        f"Raise {longer}max_steps={solver.max_steps}, loosen rtol, or take a better preconditioner"
+    )
+    stagnated, failed = result == Result.STAGNATED, f"{head}{name} did not converge: "
+    above = f"{values}, above the tolerance {solver.rtol:.3g}"
+    by_rounding = residual <= np.finfo(info.dtype).eps ** 0.5
+    by_restart = ~by_rounding & (False if restart is None else steps >= restart)
+    for cause, text in (
+        (
+            by_rounding,
+            f"rounding errors allow no smaller residual: {above}. Take {remedy_of_rounding}.",
+        ),
+        (
+            by_restart,
+            f"the residual no longer decreases between restarts: {above}. Raise restart={restart}, "
+            f"or take a better preconditioner. If {kind} is singular, give its null space as "
+            "nullspace=.",
+        ),
+        (
+            ~by_rounding & ~by_restart,
+            f"{Result.STAGNATED.message}: {above}. {kind.capitalize()} is singular, or nearly: "
+            "give its null space as nullspace=, or check how it is made.",
+        ),
+    ):
+        require(~(stagnated & cause), failed + text, residual, steps, comm=comm)
     for failure, text in {
         Result.BREAKDOWN: (
             f"{name} did not converge: {Result.BREAKDOWN.message}, and {values}. Check that {kind} "
-            "is not singular, or take GMRES or a better preconditioner."
-        ),
-        Result.STAGNATED: (
-            f"{name} did not converge: {Result.STAGNATED.message}, and {values}, above the "
-            f"tolerance {solver.rtol:.3g}. Check that {kind} is not singular, take {rounding}, or "
-            "raise restart of GMRES."
+            "is not singular (give nullspace= if it is), or take GMRES or a better preconditioner."
         ),
         Result.INACCURATE: (
             f"{name} did not converge: {Result.INACCURATE.message}, {solver.rtol:.3g}: {values}. "
