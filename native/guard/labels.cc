@@ -51,12 +51,12 @@ std::string layout_text(const Part& p) {
 
 }  // namespace
 
-size_t label_bytes(int64_t slot, size_t data) {
-  return is_guarded_between_hosts(slot) && data < INT_MAX - sizeof(Label) ? sizeof(Label) : 0;
+size_t label_bytes(int64_t slot) {
+  return is_guarded_between_hosts(slot) ? sizeof(Label) : 0;
 }
 
 Parcel::Parcel(const Call& c, const Mail& mail, const Words& x) : words(x) {
-  const size_t data = x.count * x.width, bytes = label_bytes(c.slot, data);
+  const size_t data = x.count * x.width, bytes = label_bytes(c.slot);
   if (!bytes) return;
   memory.resize(bytes + data);
   const Label label = describe(c, mail);
@@ -66,7 +66,7 @@ Parcel::Parcel(const Call& c, const Mail& mail, const Words& x) : words(x) {
 }
 
 Parcel::Parcel(const Call& c, const Words& y) : words(y) {
-  const size_t data = y.count * y.width, bytes = label_bytes(c.slot, data);
+  const size_t data = y.count * y.width, bytes = label_bytes(c.slot);
   if (!bytes) return;
   memory.resize(bytes + data);
   words = Words(memory.data(), memory.size(), 1);
@@ -74,7 +74,7 @@ Parcel::Parcel(const Call& c, const Words& y) : words(y) {
 
 ffi::Error unpack(const Call& c, const Mail& mail, int code, Status& status, int source,
                   const Words& words, const Words& y) {
-  const size_t bytes = label_bytes(c.slot, y.count * y.width);
+  const size_t bytes = label_bytes(c.slot);
   Label sent;
   if (bytes) std::memcpy(&sent, words.data, bytes);
   if (bytes || (!code && read_board(c, source, status_tag(status), sent))) {

@@ -8,9 +8,8 @@
 
 namespace mpigrad {
 
-// The length of the label of a message of `data` bytes on this communicator, usually 0. (MPI counts
-// the bytes of a labelled message, so the longest messages have no label.)
-size_t label_bytes(int64_t slot, size_t data);
+// The length of the label of a message on this communicator, usually 0.
+size_t label_bytes(int64_t slot);
 
 // A message as MPI sends or receives it: `words` point into `memory` if the message has a label.
 struct Parcel {

@@ -1,7 +1,7 @@
 // Collectives.
 #include <optional>
 
-#include "mpi/handler.h"
+#include "mpi/blocks.h"
 #include "mpi/reductions.h"
 #include "mpi/shared_sum.h"
 
@@ -10,17 +10,30 @@ namespace {
 
 // Data that MPI reduces.
 struct Numbers {
-  const void* data;
-  int count;
+  const char* data;
+  int64_t count;
   bool known;
   ffi::DataType element;
   Handle type;
   explicit Numbers(const Buffer& x)
-      : data(place(x)),
-        count(static_cast<int>(x.element_count())),
+      : data(static_cast<char*>(place(x))),
+        count(x.element_count()),
         element(x.element_type()),
         type(arithmetic_type(static_cast<int>(element), known)) {}
   Handle reduction(int64_t op) const { return mpigrad::reduction(op, element); }
+  // Calls reduce(input, output, count) for pieces of `n` numbers from `first` on.
+  template <class Reduce>
+  int reduce_pieces(int64_t first, int64_t n, void* result, Reduce&& reduce) const {
+    const size_t width = ffi::ByteWidth(element);
+    return in_pieces(n, [&](int64_t at, int count) {
+      return reduce(static_cast<const void*>(data + (first + at) * width),
+                    static_cast<void*>(static_cast<char*>(result) + at * width), count);
+    });
+  }
+  template <class Reduce>
+  int reduce_pieces(void* result, Reduce&& reduce) const {
+    return reduce_pieces(0, count, result, reduce);
+  }
 };
 constexpr char kNoArithmetic[] = 
     "MPI has no reduction for this dtype. Convert the array first, for example to float32.";
@@ -39,8 +52,10 @@ ffi::Error bcast(Token, Buffer x, TokenOut, BufferOut y, int64_t comm, int64_t s
     advise_huge_pages(out.data, y->size_bytes());
     if (c.comm.rank == root) copy_bytes(out.data, x.untyped_data(), x.size_bytes());
   }
-  return c.done(call(runtime.mpi.Bcast, out.data, static_cast<int>(out.count), out.type,
-                     static_cast<int>(root), c.comm.handle));
+  return c.done(in_pieces(out.count, [&](int64_t at, int n) {
+    void* piece = static_cast<char*>(out.data) + at * out.width;
+    return call(runtime.mpi.Bcast, piece, n, out.type, static_cast<int>(root), c.comm.handle);
+  }));
 }
 
 // `root` is the only rank that needs the result, or -1. All members must pass the same.
@@ -63,9 +78,10 @@ ffi::Error allreduce(Token, Buffer x, TokenOut, BufferOut y, int64_t comm, int64
   }
   advise_huge_pages(out, y->size_bytes());
   if (way == Way::kShared) return c.done(shared_sum(c.slot, summand));
-  const void* data = in.data == out ? runtime.in_place : in.data;
-  return c.done(call(runtime.mpi.Allreduce, data, out, in.count, in.type, in.reduction(op),
-                     c.comm.handle));
+  return c.done(in.reduce_pieces(out, [&](const void* from, void* to, int n) {
+    return call(runtime.mpi.Allreduce, from == to ? runtime.in_place : from, to, n, in.type,
+                in.reduction(op), c.comm.handle);
+  }));
 }
 
 ffi::Error reduce(Token, Buffer x, TokenOut, BufferOut y, int64_t comm, int64_t site, int64_t op,
@@ -74,8 +90,10 @@ ffi::Error reduce(Token, Buffer x, TokenOut, BufferOut y, int64_t comm, int64_t 
   if (ffi::Error e = c.collective(x, {{"root", root}, {"op", op}}); e.failure()) return e;
   const Numbers in(x);
   if (!in.known) return c.fail(kNoArithmetic);
-  const int code = call(runtime.mpi.Reduce, in.data, place(y), in.count, in.type,
-                        in.reduction(op), static_cast<int>(root), c.comm.handle);
+  const int code = in.reduce_pieces(place(y), [&](const void* from, void* to, int n) {
+    return call(runtime.mpi.Reduce, from, to, n, in.type, in.reduction(op),
+                static_cast<int>(root), c.comm.handle);
+  });
   // Off the root MPI leaves the result undefined. Here it is zero, written while the root still
   // adds.
   if (c.comm.rank != root) clear_bytes(y->untyped_data(), y->size_bytes());
@@ -89,9 +107,17 @@ ffi::Error gather(Token, Buffer x, TokenOut, BufferOut y, int64_t comm, int64_t 
   const Call c("gather", comm, site, x.size_bytes(), root);
   if (ffi::Error e = c.collective(x, {{"root", root}, {"op", op}}); e.failure()) return e;
   const Words in(x);
-  const int count = static_cast<int>(in.count);
-  const int code = call(runtime.mpi.Gather, static_cast<const void*>(in.data), count, in.type,
-                        place(y), count, in.type, static_cast<int>(root), c.comm.handle);
+  int code;
+  if (is_large(in.count * c.comm.size)) {
+    Blocks sends(c.comm.size), receives(c.comm.size);
+    sends[root] = {static_cast<char*>(in.data), in.count};
+    if (c.comm.rank == root) receives = equal_blocks(place(y), in.width, in.count, c.comm.size);
+    code = exchange(c, in.width, sends, receives);
+  } else {
+    const int count = static_cast<int>(in.count);
+    code = call(runtime.mpi.Gather, static_cast<const void*>(in.data), count, in.type, place(y),
+                count, in.type, static_cast<int>(root), c.comm.handle);
+  }
   if (c.comm.rank != root) clear_bytes(y->untyped_data(), y->size_bytes());
   return c.done(code);
 }
@@ -101,6 +127,13 @@ ffi::Error scatter(Token, Buffer x, TokenOut, BufferOut y, int64_t comm, int64_t
   const Call c("scatter", comm, site, members_of(comm).rank == root ? x.size_bytes() : 0, root);
   if (ffi::Error e = c.collective(x, {{"root", root}}); e.failure()) return e;
   const Words out(y);
+  if (is_large(out.count * c.comm.size)) {
+    Blocks sends(c.comm.size), receives(c.comm.size);
+    if (c.comm.rank == root)
+      sends = equal_blocks(x.untyped_data(), out.width, out.count, c.comm.size);
+    receives[root] = {static_cast<char*>(out.data), out.count};
+    return c.done(exchange(c, out.width, sends, receives));
+  }
   const int count = static_cast<int>(out.count);
   return c.done(call(runtime.mpi.Scatter, static_cast<const void*>(x.untyped_data()), count,
                      out.type, out.data, count, out.type, static_cast<int>(root), c.comm.handle));
@@ -111,8 +144,13 @@ ffi::Error allgather(Token, Buffer x, TokenOut, BufferOut y, int64_t comm, int64
   const Call c("allgather", comm, site, x.size_bytes());
   if (ffi::Error e = c.collective(x, {{"op", op}}); e.failure()) return e;
   const Words in(x);
-  const int count = static_cast<int>(in.count);
   advise_huge_pages(y->untyped_data(), y->size_bytes());
+  if (is_large(in.count * c.comm.size)) {
+    const Blocks sends(c.comm.size, {static_cast<char*>(in.data), in.count});
+    return c.done(
+        exchange(c, in.width, sends, equal_blocks(place(y), in.width, in.count, c.comm.size)));
+  }
+  const int count = static_cast<int>(in.count);
   return c.done(call(runtime.mpi.Allgather, static_cast<const void*>(in.data), count, in.type,
                      place(y), count, in.type, c.comm.handle));
 }
@@ -122,10 +160,24 @@ ffi::Error alltoall(Token, Buffer x, TokenOut, BufferOut y, int64_t comm, int64_
   const Call c("alltoall", comm, site, x.size_bytes());
   if (ffi::Error e = c.collective(x, {{"op", op}}); e.failure()) return e;
   const Words in(x);
-  const int count = static_cast<int>(in.count / c.comm.size);
   advise_huge_pages(y->untyped_data(), y->size_bytes());
+  if (is_large(in.count)) {
+    const int64_t words = in.count / c.comm.size;
+    return c.done(exchange(c, in.width, equal_blocks(in.data, in.width, words, c.comm.size),
+                           equal_blocks(place(y), in.width, words, c.comm.size)));
+  }
+  const int count = static_cast<int>(in.count / c.comm.size);
   return c.done(call(runtime.mpi.Alltoall, static_cast<const void*>(in.data), count, in.type,
                      place(y), count, in.type, c.comm.handle));
+}
+
+// The reduction of the numbers from `first` on, `n` of them, with the result on one rank.
+int reduce_to(const Call& c, const Numbers& in, int64_t first, int64_t n, int64_t op, int rank,
+              void* result) {
+  return in.reduce_pieces(first, n, result, [&](const void* from, void* to, int count) {
+    return call(runtime.mpi.Reduce, from, to, count, in.type, in.reduction(op), rank,
+                c.comm.handle);
+  });
 }
 
 ffi::Error reduce_scatter(Token, Buffer x, TokenOut, BufferOut y, int64_t comm, int64_t site,
@@ -134,8 +186,16 @@ ffi::Error reduce_scatter(Token, Buffer x, TokenOut, BufferOut y, int64_t comm, 
   if (ffi::Error e = c.collective(x, {{"op", op}}); e.failure()) return e;
   const Numbers in(x);
   if (!in.known) return c.fail(kNoArithmetic);
-  return c.done(call(runtime.mpi.Reduce_scatter_block, in.data, place(y),
-                     in.count / c.comm.size, in.type, in.reduction(op), c.comm.handle));
+  const int64_t n = in.count / c.comm.size;
+  int code = 0;
+  if (is_large(in.count)) {
+    for (int rank = 0; rank < c.comm.size && !code; ++rank)
+      code = reduce_to(c, in, rank * n, n, op, rank, place(y));
+  } else {
+    code = call(runtime.mpi.Reduce_scatter_block, static_cast<const void*>(in.data), place(y),
+                static_cast<int>(n), in.type, in.reduction(op), c.comm.handle);
+  }
+  return c.done(code);
 }
 
 // From rank 0 to the last rank or, if `backward`, from the last rank to rank 0 as in the adjoint.
@@ -145,8 +205,10 @@ ffi::Error scan(Token, Buffer x, TokenOut, BufferOut y, int64_t comm, int64_t si
   if (ffi::Error e = c.collective(x, {{"op", op}, {"back", backward}}); e.failure()) return e;
   const Numbers in(x);
   if (!in.known) return c.fail(kNoArithmetic);
-  return c.done(call(runtime.mpi.Scan, in.data, place(y), in.count, in.type,
-                     in.reduction(op), backward ? c.comm.reversed : c.comm.handle));
+  return c.done(in.reduce_pieces(place(y), [&](const void* from, void* to, int n) {
+    return call(runtime.mpi.Scan, from, to, n, in.type, in.reduction(op),
+                backward ? c.comm.reversed : c.comm.handle);
+  }));
 }
 
 ffi::Error exscan(Token, Buffer x, TokenOut, BufferOut y, int64_t comm, int64_t site, int64_t op,
@@ -155,29 +217,15 @@ ffi::Error exscan(Token, Buffer x, TokenOut, BufferOut y, int64_t comm, int64_t 
   if (ffi::Error e = c.collective(x, {{"op", op}, {"back", backward}}); e.failure()) return e;
   const Numbers in(x);
   if (!in.known) return c.fail(kNoArithmetic);
-  const int code = call(runtime.mpi.Exscan, in.data, place(y), in.count, in.type,
-                        in.reduction(op), backward ? c.comm.reversed : c.comm.handle);
+  const int code = in.reduce_pieces(place(y), [&](const void* from, void* to, int n) {
+    return call(runtime.mpi.Exscan, from, to, n, in.type, in.reduction(op),
+                backward ? c.comm.reversed : c.comm.handle);
+  });
   // On the first rank MPI leaves the result undefined. Here it is zero.
   if (c.comm.rank == (backward ? c.comm.size - 1 : 0))
     clear_bytes(y->untyped_data(), y->size_bytes());
   return c.done(code);
 }
-
-// MPI's counts and displacements for the rows of each rank, in words or elements. Python has
-// checked that the sum of all counts fits 32 bits.
-struct Parts {
-  std::vector<int> counts, displacements;
-  Parts(Integers rows, int64_t row) {
-    int64_t next = 0;
-    for (const int64_t n : rows) {
-      counts.push_back(static_cast<int>(n * row));
-      displacements.push_back(static_cast<int>(next));
-      next += n * row;
-    }
-  }
-  const int* n() const { return counts.data(); }
-  const int* at() const { return displacements.data(); }
-};
 
 ffi::Error gatherv(Token, Buffer x, TokenOut, BufferOut y, int64_t comm, int64_t site,
                    int64_t root, Integers counts, int64_t row) {
@@ -186,6 +234,12 @@ ffi::Error gatherv(Token, Buffer x, TokenOut, BufferOut y, int64_t comm, int64_t
   const Words in(x), out(y);
   const Parts parts(counts, row);
   if (c.comm.rank != root) clear_bytes(out.data, y->size_bytes());
+  if (is_large(parts.total)) {
+    Blocks sends(c.comm.size), receives(c.comm.size);
+    sends[root] = {static_cast<char*>(in.data), in.count};
+    if (c.comm.rank == root) receives = blocks(out.data, out.width, counts, row);
+    return c.done(exchange(c, in.width, sends, receives));
+  }
   return c.done(call(runtime.mpi.Gatherv, static_cast<const void*>(in.data),
                      static_cast<int>(in.count), in.type, out.data, parts.n(), parts.at(),
                      out.type, static_cast<int>(root), c.comm.handle));
@@ -197,6 +251,12 @@ ffi::Error scatterv(Token, Buffer x, TokenOut, BufferOut y, int64_t comm, int64_
   if (ffi::Error e = c.collective(x, {{"root", root}}, counts); e.failure()) return e;
   const Words in(x), out(y);
   const Parts parts(counts, row);
+  if (is_large(parts.total)) {
+    Blocks sends(c.comm.size), receives(c.comm.size);
+    if (c.comm.rank == root) sends = blocks(in.data, in.width, counts, row);
+    receives[root] = {static_cast<char*>(out.data), out.count};
+    return c.done(exchange(c, in.width, sends, receives));
+  }
   return c.done(call(runtime.mpi.Scatterv, static_cast<const void*>(in.data), parts.n(),
                      parts.at(), in.type, out.data, static_cast<int>(out.count), out.type,
                      static_cast<int>(root), c.comm.handle));
@@ -209,6 +269,10 @@ ffi::Error allgatherv(Token, Buffer x, TokenOut, BufferOut y, int64_t comm, int6
   const Words in(x), out(y);
   const Parts parts(counts, row);
   advise_huge_pages(out.data, y->size_bytes());
+  if (is_large(parts.total)) {
+    const Blocks sends(c.comm.size, {static_cast<char*>(in.data), in.count});
+    return c.done(exchange(c, in.width, sends, blocks(out.data, out.width, counts, row)));
+  }
   return c.done(call(runtime.mpi.Allgatherv, static_cast<const void*>(in.data),
                      static_cast<int>(in.count), in.type, out.data, parts.n(), parts.at(),
                      out.type, c.comm.handle));
@@ -221,8 +285,19 @@ ffi::Error reduce_scatterv(Token, Buffer x, TokenOut, BufferOut y, int64_t comm,
   const Numbers in(x);
   if (!in.known) return c.fail(kNoArithmetic);
   const Parts parts(counts, row);
-  return c.done(call(runtime.mpi.Reduce_scatter, in.data, place(y), parts.n(), in.type,
-                     in.reduction(op), c.comm.handle));
+  int code = 0;
+  if (is_large(parts.total)) {
+    int64_t first = 0;
+    for (int rank = 0; rank < c.comm.size && !code; ++rank) {
+      const int64_t n = counts[rank] * row;
+      code = reduce_to(c, in, first, n, op, rank, place(y));
+      first += n;
+    }
+  } else {
+    code = call(runtime.mpi.Reduce_scatter, static_cast<const void*>(in.data), place(y), parts.n(),
+                in.type, in.reduction(op), c.comm.handle);
+  }
+  return c.done(code);
 }
 
 ffi::Error alltoallv(Token, Buffer x, TokenOut, BufferOut y, int64_t comm, int64_t site,
@@ -230,10 +305,8 @@ ffi::Error alltoallv(Token, Buffer x, TokenOut, BufferOut y, int64_t comm, int64
   const Call c("alltoallv", comm, site, x.size_bytes());
   if (ffi::Error e = c.collective(x, {{"op", op}}, sendcounts, recvcounts); e.failure()) return e;
   const Words in(x), out(y);
-  const Parts to(sendcounts, row), from(recvcounts, row);
   advise_huge_pages(out.data, y->size_bytes());
-  return c.done(call(runtime.mpi.Alltoallv, static_cast<const void*>(in.data), to.n(), to.at(),
-                     in.type, out.data, from.n(), from.at(), out.type, c.comm.handle));
+  return c.done(alltoall_blocks(c, in.width, row, in.data, sendcounts, out.data, recvcounts));
 }
 
 }  // namespace

@@ -29,13 +29,15 @@ Handle operation() {
 
 template <class T>
 int reduce_and_compare(const Call& c, const Buffer& x, BufferOut& y, bool* own, bool largest) {
-  const T *sent = static_cast<const T*>(place(x)), *result = static_cast<const T*>(place(y));
+  const T* sent = static_cast<const T*>(place(x));
+  T* result = static_cast<T*>(place(y));
   bool known;
-  const int code =
-      call(runtime.mpi.Allreduce, static_cast<const void*>(sent), place(y),
-           static_cast<int>(x.element_count()),
-           arithmetic_type(static_cast<int>(x.element_type()), known),
-           largest ? operation<T, true>() : operation<T, false>(), c.comm.handle);
+  const Handle type = arithmetic_type(static_cast<int>(x.element_type()), known);
+  const Handle op = largest ? operation<T, true>() : operation<T, false>();
+  const int code = in_pieces(x.element_count(), [&](int64_t at, int n) {
+    return call(runtime.mpi.Allreduce, static_cast<const void*>(sent + at),
+                static_cast<void*>(result + at), n, type, op, c.comm.handle);
+  });
   if (code) return code;
   for (size_t i = 0; i < x.element_count(); ++i) own[i] = sent[i] == result[i];
   return 0;

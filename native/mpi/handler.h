@@ -4,7 +4,6 @@
 
 #include <sys/mman.h>
 
-#include <climits>
 #include <cstring>
 #include <exception>
 #include <iterator>
@@ -18,7 +17,7 @@
 #include "gpu/arrays.h"
 #include "guard/guard.h"
 #include "guard/watch.h"
-#include "mpi/mpi_runtime.h"
+#include "mpi/transfers.h"
 
 namespace mpigrad {
 
@@ -213,8 +212,8 @@ inline ffi::Error received(const Call& c, int code, Status& status, const Words&
                                           " bytes, but " + sender + " sent more. " + kSameLayout
                                     : ""));
   }
-  int count = 0;
-  code = call(runtime.mpi.Get_count, static_cast<const void*>(status.bytes), w.type, &count);
+  int64_t count = 0;
+  code = call(runtime.mpi.Get_elements_x, static_cast<const void*>(status.bytes), w.type, &count);
   if (code) return c.done(code);
   if (count != w.count)
     return c.fail(length_error(count, w.count, w.width, c.name_of(source)) +

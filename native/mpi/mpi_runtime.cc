@@ -117,6 +117,8 @@ MPIGRAD_EXPORT void mpigrad_set_status_layout(int source_offset, int tag_offset)
 
 MPIGRAD_EXPORT void mpigrad_set_derivative_spaces(int n) { runtime.derivative_spaces = n; }
 
+MPIGRAD_EXPORT void mpigrad_set_largest_count(int n) { runtime.largest_count = n; }
+
 MPIGRAD_EXPORT int mpigrad_communicator_limit() { return mpigrad::kCommunicators; }
 
 MPIGRAD_EXPORT void mpigrad_set_communicator(int64_t slot, int64_t handle, int64_t reversed,

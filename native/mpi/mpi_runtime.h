@@ -26,10 +26,10 @@ struct Status {
 // One pointer for each function MPI_<name>.
 #define MPIGRAD_MPI_FUNCTIONS(X) \
   X(Allgather) X(Allgatherv) X(Allreduce) X(Alltoall) X(Alltoallv) X(Barrier) \
-  X(Bcast) X(Cancel) X(Error_string) X(Exscan) X(Gather) X(Gatherv) X(Get_count) \
+  X(Bcast) X(Cancel) X(Error_string) X(Exscan) X(Gather) X(Gatherv) X(Get_elements_x) \
   X(Iprobe) X(Irecv) X(Isend) X(Op_create) X(Recv) X(Reduce) X(Reduce_scatter) \
   X(Reduce_scatter_block) X(Scan) X(Scatter) X(Scatterv) X(Send) X(Sendrecv) \
-  X(Test) X(Wait)
+  X(Test) X(Type_commit) X(Type_create_hindexed) X(Type_free) X(Wait)
 
 struct Functions {
 #define MPIGRAD_DECLARE(name) void* name;
@@ -50,6 +50,7 @@ struct Runtime {
   int proc_null = 0;
   int source_offset = 0, tag_offset = 0;  // offsets of these fields in a status, in bytes
   int64_t derivative_spaces = 1;          // number of kinds of derivatives with separate tags
+  int64_t largest_count = 1 << 30;        // the most items in one call of MPI, at most INT_MAX
 };
 
 MPIGRAD_SHARED extern Runtime runtime;

@@ -84,7 +84,7 @@ ffi::Error irecv(Token, TokenOut, BufferOut token, int64_t comm, int64_t site, i
   const Call c("irecv", comm, site, 0, source);
   tag = c.tag(tag);
   if (ffi::Error e = c.posts({}, {{source, tag, {}}}); e.failure()) return e;
-  const size_t label = label_bytes(c.slot, bytes);
+  const size_t label = label_bytes(c.slot);
   Pending message(c, source, Words(nullptr, label + bytes, label ? 1 : element_bytes));
   std::memset(message.words.data, 0, label);
   message.tag = tag;
@@ -153,7 +153,7 @@ ffi::Error finish(const Call& c, Pending& message, const Mail& mail, BufferOut& 
   const int code = await_request(message.request, status);
   const Words data(y);
   const size_t bytes = data.count * data.width;
-  if (message.words.count * message.words.width != label_bytes(c.slot, bytes) + bytes)
+  if (message.words.count * message.words.width != label_bytes(c.slot) + bytes)
     return c.fail("the request was posted outside the vmap in which it is waited for. Post it and "
                   "wait for it in the same function.");
   advise_huge_pages(data.data, bytes);

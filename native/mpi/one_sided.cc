@@ -5,16 +5,12 @@
 #include <algorithm>
 #include <array>
 
-#include "mpi/handler.h"
+#include "mpi/blocks.h"
 
 namespace mpigrad {
 namespace {
 
 enum Kind { kGet, kPut, kClear, kAccumulate, kKinds };
-
-// The most words that one rank sends or receives in one epoch: MPI's displacements are C integers.
-// Tests set a smaller limit.
-int64_t word_limit = INT_MAX;
 
 struct Range {  // rows of a window
   int64_t offset, count;
@@ -49,16 +45,16 @@ struct Requests {
 
 // The data sent to and received from each rank, in words of one width.
 struct Exchange {
-  std::vector<int> to, from, to_start, from_start;
+  std::vector<int64_t> to, from, to_start, from_start;
   std::vector<char> out, in;
   size_t width;
 
   Exchange(int ranks, size_t width)
       : to(ranks), from(ranks), to_start(ranks), from_start(ranks), width(width) {}
   void prepare() {
-    const auto starts = [](const std::vector<int>& counts, std::vector<int>& starts) {
+    const auto starts = [](const std::vector<int64_t>& counts, std::vector<int64_t>& starts) {
       int64_t n = 0;
-      for (size_t i = 0; i < counts.size(); ++i) starts[i] = static_cast<int>(n), n += counts[i];
+      for (size_t i = 0; i < counts.size(); ++i) starts[i] = n, n += counts[i];
       return n;
     };
     out.resize(starts(to, to_start) * width);
@@ -67,11 +63,8 @@ struct Exchange {
   char* outgoing(int rank) { return out.data() + to_start[rank] * width; }
   const char* incoming(int rank) const { return in.data() + from_start[rank] * width; }
   int run(const Call& c) {
-    return call(runtime.mpi.Alltoallv, static_cast<const void*>(out.data()),
-                static_cast<const int*>(to.data()), static_cast<const int*>(to_start.data()),
-                word_type(width), static_cast<void*>(in.data()),
-                static_cast<const int*>(from.data()), static_cast<const int*>(from_start.data()),
-                word_type(width), c.comm.handle);
+    return alltoall_blocks(c, width, 1, out.data(), {to.data(), to.size()}, in.data(),
+                     {from.data(), from.size()});
   }
 };
 
@@ -105,22 +98,6 @@ std::string place_text(const Call& c, const Range& range) {
   const uint64_t last = static_cast<uint64_t>(range.offset) + range.count - 1;
   return "rows " + std::to_string(range.offset) + " to " + std::to_string(last) +
          " of the window of rank " + std::to_string(c.comm.rank);
-}
-
-// "", or the error if all ranks together read or write more of this rank's window than MPI can move.
-// What this rank itself requests is less, because Python limits the sizes of x and y.
-std::string size_fault(const Call& c, const Requests& theirs, int64_t row_words, size_t width) {
-  int64_t read = 0, written = 0;
-  for (int r = 0; r < c.comm.size; ++r) {
-    read += theirs.rows(r, kGet) * row_words;
-    written += theirs.written_rows(r) * row_words;
-  }
-  const int64_t most = std::max(read, written);
-  if (most <= word_limit) return "";
-  return "expected at most " + std::to_string(word_limit) + " words of " + std::to_string(width) +
-         " bytes that all ranks together " + (read > written ? "get from" : "put and accumulate into") +
-         " the window of rank " + std::to_string(c.comm.rank) + " in one epoch, got " +
-         std::to_string(most) + ". Split the lists over several calls of one_sided, on all ranks.";
 }
 
 // Share the fault of the lowest rank that has one, so that all ranks fail and none waits.
@@ -167,7 +144,7 @@ ffi::Error one_sided(Token, Buffer x, TokenOut, BufferOut y, int64_t comm, int64
   };
   std::vector<Head> here(ranks), there(ranks);
   for (int r = 0; r < ranks; ++r) {
-    requests.to[r] = static_cast<int>(mine.encoded(r).size());
+    requests.to[r] = mine.encoded(r).size();
     here[r] = {requests.to[r], static_cast<int64_t>(x.element_type()), row_bytes};
   }
   int code = call(runtime.mpi.Alltoall, static_cast<const void*>(here.data()), 3,
@@ -176,7 +153,7 @@ ffi::Error one_sided(Token, Buffer x, TokenOut, BufferOut y, int64_t comm, int64
   if (code) return c.done(code);
   std::string fault;
   for (int r = 0; r < ranks; ++r) {
-    requests.from[r] = static_cast<int>(there[r].words);
+    requests.from[r] = there[r].words;
     if (there[r].dtype != here[r].dtype || there[r].row_bytes != row_bytes)
       fault = "expected window rows of one length and dtype on all ranks, but rows of rank " +
               std::to_string(r) + " have " + std::to_string(there[r].row_bytes) +
@@ -193,8 +170,7 @@ ffi::Error one_sided(Token, Buffer x, TokenOut, BufferOut y, int64_t comm, int64
   for (int r = 0; r < ranks; ++r)
     theirs.decode(r, reinterpret_cast<const int64_t*>(requests.incoming(r)));
 
-  // The requested rows must lie in the window, no row may be put twice, and MPI must be able to move
-  // all of them. Only the rank with the window knows how much the others request of it together.
+  // The requested rows must lie in the window, and no row may be put twice.
   std::vector<char> taken(rows);
   for (int r = 0; r < ranks; ++r)
     for (int kind = 0; kind < kKinds; ++kind)
@@ -212,7 +188,6 @@ ffi::Error one_sided(Token, Buffer x, TokenOut, BufferOut y, int64_t comm, int64
                   "epoch.";
         std::fill_n(first, range.count, 1);
       }
-  if (fault.empty()) fault = size_fault(c, theirs, row_words, width);
   if ((code = agree(c, fault))) return c.done(code);
   if (!fault.empty()) return c.fail(fault);
 
@@ -222,8 +197,8 @@ ffi::Error one_sided(Token, Buffer x, TokenOut, BufferOut y, int64_t comm, int64
   // Gets read the window as it was before the epoch.
   Exchange reads(ranks, width);
   for (int r = 0; r < ranks; ++r) {
-    reads.to[r] = static_cast<int>(theirs.rows(r, kGet) * row_words);
-    reads.from[r] = static_cast<int>(mine.rows(r, kGet) * row_words);
+    reads.to[r] = theirs.rows(r, kGet) * row_words;
+    reads.from[r] = mine.rows(r, kGet) * row_words;
   }
   reads.prepare();
   for (int r = 0; r < ranks; ++r) {
@@ -238,8 +213,8 @@ ffi::Error one_sided(Token, Buffer x, TokenOut, BufferOut y, int64_t comm, int64
   // Send the values: first those that are put, then those that are accumulated.
   Exchange writes(ranks, width);
   for (int r = 0; r < ranks; ++r) {
-    writes.to[r] = static_cast<int>(mine.written_rows(r) * row_words);
-    writes.from[r] = static_cast<int>(theirs.written_rows(r) * row_words);
+    writes.to[r] = mine.written_rows(r) * row_words;
+    writes.from[r] = theirs.written_rows(r) * row_words;
   }
   writes.prepare();
   std::vector<char*> next(ranks);
@@ -292,9 +267,6 @@ ffi::Error one_sided(Token, Buffer x, TokenOut, BufferOut y, int64_t comm, int64
 
 }  // namespace
 }  // namespace mpigrad
-
-// For tests: the most words that the ranks may request of one rank in one epoch.
-MPIGRAD_EXPORT void mpigrad_set_one_sided_limit(int64_t words) { mpigrad::word_limit = words; }
 
 MPIGRAD_HANDLER(mpigrad_one_sided, one_sided,
                 MPIGRAD_BIND MPIGRAD_IN MPIGRAD_X MPIGRAD_OUT MPIGRAD_Y MPIGRAD_WHERE

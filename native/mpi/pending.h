@@ -42,18 +42,14 @@ struct Pending {
   int post_send(const Words& x, int64_t tag) {
     advise_huge_pages(words.data, words.count * words.width);
     copy_bytes(words.data, x.data, words.count * words.width);
-    return note_post(
-        request, call(runtime.mpi.Isend, static_cast<const void*>(words.data),
-                      static_cast<int>(words.count), words.type, static_cast<int>(peer),
-                      static_cast<int>(tag), communicator(slot).handle, request.address()));
+    return mpigrad::post_send(request, words.data, words.count, words.width, peer, tag,
+                              communicator(slot).handle);
   }
   int post_receive(int64_t tag) {
     receives = true;
     if (peer == runtime.proc_null) std::memset(words.data, 0, words.count * words.width);
-    return note_post(
-        request, call(runtime.mpi.Irecv, words.data, static_cast<int>(words.count), words.type,
-                      static_cast<int>(peer), static_cast<int>(tag), communicator(slot).handle,
-                      request.address()));
+    return mpigrad::post_receive(request, words.data, words.count, words.width, peer, tag,
+                                 communicator(slot).handle);
   }
 };
 

@@ -40,9 +40,9 @@ ffi::Error send_mail(const Call& c, const Mail& mail, const Words& x) {
     to_self.emplace_back(c, mail.peer, out);
     return c.done(to_self.back().post_send(out, mail.tag));
   }
-  return c.done(call(runtime.mpi.Send, static_cast<const void*>(out.data),
-                     static_cast<int>(out.count), out.type, static_cast<int>(mail.peer),
-                     static_cast<int>(mail.tag), c.comm.handle));
+  const Items items(out.count, out.width);
+  return c.done(call(runtime.mpi.Send, static_cast<const void*>(out.data), items.n, items.type,
+                     static_cast<int>(mail.peer), static_cast<int>(mail.tag), c.comm.handle));
 }
 
 }  // namespace
@@ -56,7 +56,8 @@ ffi::Error receive_mail(const Call& c, const Mail& mail, const Words& y, Status&
   // The status of a failed receive need not have a source and a tag.
   set_status_field(status, runtime.source_offset, mail.peer);
   set_status_field(status, runtime.tag_offset, mail.tag);
-  const int code = call(runtime.mpi.Recv, out.data, static_cast<int>(out.count), out.type,
+  const Items items(out.count, out.width);
+  const int code = call(runtime.mpi.Recv, out.data, items.n, items.type,
                         static_cast<int>(mail.peer), static_cast<int>(mail.tag), c.comm.handle,
                         static_cast<void*>(status.bytes));
   const int sender = status_source(status);
@@ -110,14 +111,6 @@ ffi::Error send_to(Token, Envelope envelope, Buffer x, TokenOut, int64_t comm, i
   return send_mail(c, mail(partner[0], c.tag(partner[1]), x), Words(x));
 }
 
-// Requests that are ended with this object, because MPI must not use XLA's memory after a handler.
-struct Requests : std::vector<Request> {
-  using std::vector<Request>::vector;
-  ~Requests() {
-    for (Request& request : *this) cancel_request(request);
-  }
-};
-
 ffi::Error sendrecv(Token, Buffer x, TokenOut, BufferOut y, int64_t comm, int64_t site,
                     int64_t dest, int64_t sendtag, int64_t source, int64_t recvtag) {
   const Call c("sendrecv", comm, site, x.size_bytes(), source);
@@ -131,7 +124,8 @@ ffi::Error sendrecv(Token, Buffer x, TokenOut, BufferOut y, int64_t comm, int64_
   advise_huge_pages(out.data, out.count * out.width);
   Status status;
   const int to = static_cast<int>(dest), from = static_cast<int>(source);
-  const int count = static_cast<int>(out.count), tag = static_cast<int>(recvtag);
+  const int tag = static_cast<int>(recvtag);
+  const Items items(out.count, out.width);
   int code;
   if (dest == c.comm.rank && !to_self.empty()) {
     // It may receive an earlier message of this rank to itself, so this one is buffered, as by
@@ -141,16 +135,12 @@ ffi::Error sendrecv(Token, Buffer x, TokenOut, BufferOut y, int64_t comm, int64_
     code = to_self.back().post_send(in, sendtag);
     if (ffi::Error e = c.handed_over(); e.failure()) return e;
     if (!code)
-      code = call(runtime.mpi.Recv, out.data, count, out.type, from, tag, c.comm.handle,
+      code = call(runtime.mpi.Recv, out.data, items.n, items.type, from, tag, c.comm.handle,
                   static_cast<void*>(status.bytes));
   } else if (c.post.needed()) {
     Requests both(2);
-    code = note_post(both[0], call(runtime.mpi.Irecv, out.data, count, out.type, from, tag,
-                                   c.comm.handle, both[0].address()));
-    if (!code)
-      code = note_post(both[1], call(runtime.mpi.Isend, static_cast<const void*>(in.data),
-                                     static_cast<int>(in.count), in.type, to,
-                                     static_cast<int>(sendtag), c.comm.handle, both[1].address()));
+    code = post_receive(both[0], out.data, out.count, out.width, from, tag, c.comm.handle);
+    if (!code) code = post_send(both[1], in.data, in.count, in.width, to, sendtag, c.comm.handle);
     if (!code) {
       if (ffi::Error e = c.handed_over(); e.failure()) return e;
       Status sent;
@@ -159,9 +149,10 @@ ffi::Error sendrecv(Token, Buffer x, TokenOut, BufferOut y, int64_t comm, int64_
       code = code ? code : last;
     }
   } else {
-    code = call(runtime.mpi.Sendrecv, static_cast<const void*>(in.data),
-                static_cast<int>(in.count), in.type, to, static_cast<int>(sendtag), out.data, count,
-                out.type, from, tag, c.comm.handle, static_cast<void*>(status.bytes));
+    const Items leaving_items(in.count, in.width);
+    code = call(runtime.mpi.Sendrecv, static_cast<const void*>(in.data), leaving_items.n,
+                leaving_items.type, to, static_cast<int>(sendtag), out.data, items.n, items.type,
+                from, tag, c.comm.handle, static_cast<void*>(status.bytes));
   }
   has_ended(c.slot, dest, sendtag, false);
   has_ended(c.slot, source, recvtag, true);
@@ -210,17 +201,13 @@ ffi::Error neighbor_alltoallv(Token, Buffer x, TokenOut, BufferOut y, int64_t co
     parts[i].count = recvcounts[i] * row_words;
     to += parts[i].count * out.width;
     if (parts[i].count == 0) continue;
-    code = note_post(receives[i], call(runtime.mpi.Irecv, parts[i].data,
-                                    static_cast<int>(parts[i].count), out.type,
-                                    static_cast<int>(neighbors[i]), static_cast<int>(tag),
-                                    c.comm.handle, receives[i].address()));
+    code = post_receive(receives[i], parts[i].data, parts[i].count, out.width, neighbors[i], tag,
+                        c.comm.handle);
   }
   for (size_t i = 0; i < n && !code; ++i) {
     const int64_t count = sendcounts[i] * row_words;
     if (count)
-      code = note_post(sends[i], call(runtime.mpi.Isend, static_cast<const void*>(from),
-                                   static_cast<int>(count), in.type, static_cast<int>(neighbors[i]),
-                                   static_cast<int>(tag), c.comm.handle, sends[i].address()));
+      code = post_send(sends[i], from, count, in.width, neighbors[i], tag, c.comm.handle);
     from += count * in.width;
   }
   if (code) return c.done(code);

@@ -63,15 +63,6 @@ struct Redistribution {
   }
 };
 
-struct Messages {
-  std::vector<Request> requests;
-  explicit Messages(size_t n) : requests(n) {}
-  // After an error of MPI, messages are under way in memory that will be freed.
-  ~Messages() {
-    for (Request& r : requests) cancel_request(r);
-  }
-};
-
 std::unique_ptr<char[]> buffer(size_t bytes) {
   std::unique_ptr<char[]> memory(new char[bytes]);
   advise_huge_pages(memory.get(), bytes);
@@ -120,17 +111,13 @@ ffi::Error redistribute(Token, Buffer x, TokenOut, BufferOut y, int64_t comm, in
     in_at[i + 1] = in_at[i] + other * receives[i];
   }
   const auto outgoing = buffer(out_at[size] * r.width), incoming = buffer(in_at[size] * r.width);
-  Messages in(size), out(size);
-  const Handle type = word_type(word);
+  Requests in(size), out(size);
   int code = 0;
   for (size_t k = 1; k < size && !code; ++k) {
     const size_t i = (me + size - k) % size;
     if (receives[i])
-      code = note_post(in.requests[i],
-                       call(runtime.mpi.Irecv,
-                            static_cast<void*>(incoming.get() + in_at[i] * r.width),
-                            static_cast<int>(receives[i] * words), type, static_cast<int>(i), kTag,
-                            c.comm.handle, in.requests[i].address()));
+      code = post_receive(in[i], incoming.get() + in_at[i] * r.width, receives[i] * words, word, i,
+                          kTag, c.comm.handle);
   }
   for (size_t k = 1; k < size && !code; ++k) {
     const size_t i = (me + k) % size;
@@ -139,10 +126,7 @@ ffi::Error redistribute(Token, Buffer x, TokenOut, BufferOut y, int64_t comm, in
     sent[s] = to[i];
     r.copy(sent, r.in.strides, Shape::packed(sent),
            source + split_at[i] * r.in.strides[s] * r.width, packed);
-    code = note_post(
-        out.requests[i],
-        call(runtime.mpi.Isend, static_cast<const void*>(packed), static_cast<int>(sends[i] * words),
-             type, static_cast<int>(i), kTag, c.comm.handle, out.requests[i].address()));
+    code = post_send(out[i], packed, sends[i] * words, word, i, kTag, c.comm.handle);
   }
   if (code) return c.done(code);
   const auto place_of = [&](size_t i) { return target + gather_at[i] * out_strides[g] * r.width; };
@@ -153,12 +137,12 @@ ffi::Error redistribute(Token, Buffer x, TokenOut, BufferOut y, int64_t comm, in
   for (size_t k = 1; k < size; ++k) {
     const size_t i = (me + size - k) % size;
     if (!receives[i]) continue;
-    if (int error = await_request(in.requests[i], status)) return c.done(error);
+    if (int error = await_request(in[i], status)) return c.done(error);
     received[g] = from[i];
     r.copy(received, Shape::packed(received), out_strides, incoming.get() + in_at[i] * r.width,
            place_of(i));
   }
-  for (Request& request : out.requests)
+  for (Request& request : out)
     if (request.under_way)
       if (int error = await_request(request, status)) return c.done(error);
   return ffi::Error::Success();

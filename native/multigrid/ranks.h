@@ -85,11 +85,7 @@ class Ranks {
 
   template <class Copy>
   void exchange_axis(const Layout& layout, const Cells& reach, int axis, int halo, Copy&& copy) {
-    Request receives[2], sends[2];
-    struct End {  // after an error, messages are under way in these buffers
-      Request* requests;
-      ~End() { cancel_request(requests[0]), cancel_request(requests[1]); }
-    } end_receives{receives}, end_sends{sends};
+    Requests receives(2), sends(2);
     Cells there[2];
     for (int i = 0; i < 2; ++i) {
       const int side = i ? 1 : -1, other = neighbor(axis, side);
@@ -104,16 +100,12 @@ class Ranks {
       // A tile at the end may be smaller than the halo of its neighbour: cells beyond it are zero.
       outgoing_[i].resize(copy(true, here, nullptr));
       incoming_[i].resize(copy(false, there[i], nullptr));
-      check(note_post(receives[i],
-                      call(runtime.mpi.Irecv, static_cast<void*>(incoming_[i].data()),
-                           static_cast<int>(incoming_[i].size()), word_type(4), other, kTag,
-                           comm_->handle, receives[i].address())));
+      check(post_receive(receives[i], incoming_[i].data(), incoming_[i].size(), 4, other, kTag,
+                         comm_->handle));
       copy(true, here, outgoing_[i].data());
       bytes += 4 * static_cast<int64_t>(outgoing_[i].size());
-      check(note_post(sends[i],
-                      call(runtime.mpi.Isend, static_cast<const void*>(outgoing_[i].data()),
-                           static_cast<int>(outgoing_[i].size()), word_type(4), other, kTag,
-                           comm_->handle, sends[i].address())));
+      check(post_send(sends[i], outgoing_[i].data(), outgoing_[i].size(), 4, other, kTag,
+                      comm_->handle));
     }
     Status status;
     for (int i = 0; i < 2; ++i) {

@@ -27,13 +27,6 @@ class Exchange {
 
   Exchange(const Exchange&) = delete;
   Exchange& operator=(const Exchange&) = delete;
-  // After an error of MPI, messages of other sides are under way in this object's memory.
-  ~Exchange() {
-    for (int side = 0; side < kSides; ++side) {
-      cancel_request(receives_[side]);
-      cancel_request(sends_[side]);
-    }
-  }
 
   int64_t bytes() const { return bytes_; }
 
@@ -50,22 +43,16 @@ class Exchange {
         incoming_[side].resize(count);
         outgoing_[side].resize(count);
       }
-      if (int code = note_post(
-              receives_[side],
-              call(runtime.mpi.Irecv, static_cast<void*>(incoming_[side].data()), words(side),
-                   word_type(sizeof(T)), tile_.neighbor[side], kTag, comm_.handle,
-                   receives_[side].address())))
+      if (int code = post_receive(receives_[side], incoming_[side].data(), count, sizeof(T),
+                                  tile_.neighbor[side], kTag, comm_.handle))
         return code;
     }
     for (int side = 0; side < kSides; ++side) {
       if (tile_.neighbor[side] == kNobody || !counts_[side]) continue;
       copy(side, true);
       bytes_ += counts_[side] * sizeof(T);
-      if (int code = note_post(
-              sends_[side],
-              call(runtime.mpi.Isend, static_cast<const void*>(outgoing_[side].data()), words(side),
-                   word_type(sizeof(T)), tile_.neighbor[side], kTag, comm_.handle,
-                   sends_[side].address())))
+      if (int code = post_send(sends_[side], outgoing_[side].data(), counts_[side], sizeof(T),
+                               tile_.neighbor[side], kTag, comm_.handle))
         return code;
     }
     return 0;
@@ -84,8 +71,6 @@ class Exchange {
 
  private:
   static constexpr int kTag = 511 * 64;  // word 0, which no derivative uses (`communicator.py`)
-
-  int words(int side) const { return static_cast<int>(counts_[side]); }
 
   // Packs the layers inside a side, or unpacks those beyond it.
   void copy(int side, bool packs) {
@@ -119,8 +104,9 @@ class Exchange {
   std::vector<Piece<T>> pieces_;
   std::vector<T> incoming_[kSides], outgoing_[kSides];
   int64_t counts_[kSides] = {};
-  Request receives_[kSides], sends_[kSides];
   int64_t bytes_ = 0;
+  // Last, so that messages that are under way after an error end before their memory.
+  Requests receives_ = Requests(kSides), sends_ = Requests(kSides);
 };
 
 }  // namespace mpigrad::waves

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
-from collections.abc import Iterator
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -12,7 +9,6 @@ import pytest
 
 import mpigrad as mg
 from mpigrad.communicator import Communicator
-from mpigrad.runtime.native import library
 
 
 def test_windows_of_different_lengths_and_data_that_only_moves(comm: Communicator) -> None:
@@ -25,27 +21,6 @@ def test_windows_of_different_lengths_and_data_that_only_moves(comm: Communicato
     np.testing.assert_array_equal(all_last.sum(axis=1), [0] * (comm.size - 1) + [3])
     empty, nothing = mg.one_sided(jnp.zeros((0, 2)))
     assert (empty.shape, nothing) == ((0, 2), [])
-
-
-@pytest.fixture
-def small_limit(comm: Communicator) -> Iterator[int]:
-    """Let MPI move one word less than all ranks together move here."""
-    words, set_limit = 12 * comm.size - 1, library().mpigrad_set_one_sided_limit
-    set_limit(ctypes.c_int64(words))
-    yield words
-    set_limit(ctypes.c_int64(2**31 - 1))
-
-
-def test_more_than_mpi_can_move(comm: Communicator, small_limit: int) -> None:
-    """Only the rank with the window knows the sum of all requests."""
-    x = jnp.ones((4, 3))
-    own, large = x[:3], f"at most {small_limit} words of 8 bytes that all ranks together "
-    for name, entry in (("get", (0, 0, 4)), ("accumulate", (x, 0, 0))):
-        with pytest.raises(jax.errors.JaxRuntimeError, match=f"{large}.*{name}") as error:
-            mg.one_sided(x, **{name: [entry]})
-        assert f"the window of rank 0 in one epoch, got {small_limit + 1}. Split" in str(error)
-    window, _ = mg.one_sided(x, accumulate=[(own, 0, 0)], get=[(0, 0, 3)])
-    np.testing.assert_array_equal(window[:3], 1 + comm.size if comm.rank == 0 else 1)
 
 
 def test_wrong_use(comm: Communicator) -> None:

@@ -8,7 +8,6 @@ primitive: abstract evaluation, lowering, jvp, linearization, transpose and batc
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -24,11 +23,10 @@ from mpigrad.operations.carrier import check_allowed, opaque_zero, tie
 from mpigrad.operations.jit import jit
 from mpigrad.operations.native_targets import register_target
 from mpigrad.runtime.call_sites import describe
-from mpigrad.runtime.native import ARITHMETIC_DTYPES, MAX_COUNT, words_per_element
+from mpigrad.runtime.native import ARITHMETIC_DTYPES
 
 __all__ = [
     "check_arithmetic",
-    "check_count",
     "effect_primitive",
     "linear_map",
     "map_with_tangent",
@@ -78,16 +76,6 @@ def run_eagerly(
     compat.run_directly(primitive, run, check_allowed)
 
 
-def check_count(name: str, shape: Sequence[int], dtype: Any) -> None:
-    """Raise an error if a message is longer than MPI's 32-bit counts allow."""
-    count = math.prod(shape) * words_per_element(np.dtype(dtype))
-    if count > MAX_COUNT:
-        raise ValueError(
-            f"{name}: a message must have at most {MAX_COUNT} words of at most 8 bytes, the limit "
-            f"of MPI's 32-bit counts, got {math.prod(shape)} elements of {dtype}. Send it in parts."
-        )
-
-
 def check_arithmetic(name: str, x: Any, site: int) -> None:
     """Raise an error if MPI cannot add this dtype, in the adjoint of a copy for example."""
     if not is_arithmetic(x.dtype):
@@ -135,10 +123,7 @@ def _message(
     def shape_rule(*operands: Any, **params: Any) -> list[ShapedArray]:
         *xs, _ = operands
         y = result(*xs, **params)
-        results = y if isinstance(y, list) else [] if y is None else [y]
-        for aval in (*xs, *results):
-            check_count(name, aval.shape, aval.dtype)
-        return results
+        return y if isinstance(y, list) else [] if y is None else [y]
 
     compat.make_effectful(primitive, shape_rule)
     run_eagerly(primitive)

@@ -19,7 +19,6 @@ from mpigrad.runtime.native_path import native_path
 __all__ = [
     "ARITHMETIC_DTYPES",
     "DERIVATIVE_SPACES",
-    "MAX_COUNT",
     "REDUCTIONS",
     "SUM",
     "TAG_LIMIT",
@@ -101,7 +100,6 @@ _ARITHMETIC = {
     "complex128": (18, MPI.C_DOUBLE_COMPLEX),
 }
 ARITHMETIC_DTYPES = frozenset(_ARITHMETIC)
-MAX_COUNT = 2**31 - 1  # MPI-3 counts are C ints
 
 # Reductions by slot. Programs contain slots, not handles.
 REDUCTIONS = (
@@ -124,6 +122,20 @@ def status_layout() -> tuple[int, int]:
     status.Set_tag(tag)
     raw = ctypes.string_at(MPI._addressof(status), MPI._sizeof(status))
     return raw.index(struct.pack("i", source)), raw.index(struct.pack("i", tag))
+
+
+def _largest_count() -> int:
+    """Return MPIGRAD_LARGEST_COUNT: longer arrays go as native/mpi/transfers.h says (default 2³⁰).
+
+    MPI's counts are C integers. The default leaves a margin for its own sums of counts.
+    """
+    text = os.environ.get("MPIGRAD_LARGEST_COUNT", str(2**30))
+    if not text.isdecimal() or not 0 < int(text) < 2**31:
+        raise ImportError(
+            "mpigrad: MPIGRAD_LARGEST_COUNT must be an integer from 1 to 2147483647, got "
+            f"{text!r}. Leave it out: only tests set it, to the same number on all ranks."
+        )
+    return int(text)
 
 
 @functools.cache
@@ -177,6 +189,7 @@ def library() -> ctypes.CDLL:
     _warn_about_mpi()
     lib.mpigrad_set_status_layout(*status_layout())
     lib.mpigrad_set_derivative_spaces(DERIVATIVE_SPACES)
+    lib.mpigrad_set_largest_count(_largest_count())
     for number, datatype in _ARITHMETIC.values():
         lib.mpigrad_set_arithmetic_type(number, datatype.handle)
     for index, datatype in enumerate((MPI.UINT8_T, MPI.UINT16_T, MPI.UINT32_T, MPI.UINT64_T)):
