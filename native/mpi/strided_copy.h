@@ -42,10 +42,13 @@ class Box {
     }
     Axis outer[kMostAxes];
     int n = 0;
-    for (int i = 0; i < count_; ++i)
-      if (i != reads && i != writes) outer[n++] = axes_[i];
     // The destination is written in its order.
-    std::sort(outer, outer + n, [](const Axis& a, const Axis& b) { return a.to > b.to; });
+    for (int i = 0; i < count_; ++i) {
+      if (i == reads || i == writes) continue;
+      int at = n++;
+      for (; at && outer[at - 1].to < axes_[i].to; --at) outer[at] = outer[at - 1];
+      outer[at] = axes_[i];
+    }
     const Axis none{1, 1, 1};
     const Axis& r = reads < 0 ? none : axes_[reads];
     const Axis& w = writes < 0 ? none : axes_[writes];
