@@ -246,8 +246,8 @@ class Acoustic:
         ValueError
             On all ranks, before the first step: if a shape or dtype is wrong, a source or receiver
             lies outside the model, the survey has another number of axes than the grid, only some
-            ranks give a density, an option of the model has no effect with a density, or a setting or
-            dtype differs between ranks (the text names it).
+            ranks give a density, an option of the model has no effect with a density, or a setting
+            or dtype differs between ranks (the text names it).
         RuntimeError
             On all ranks, before the first step: if a velocity or density is not positive and
             finite, or if `dt` is not stable (the text gives the largest stable one).
