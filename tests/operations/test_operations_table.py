@@ -53,7 +53,8 @@ def test_communicators_have_their_rows(tool: dict[str, Any]) -> None:
     rows = tool["communicators"]().splitlines()[2:]
     names = [row.split("`")[1].partition("(")[0] for row in rows]
     assert names == [
-        *("comm = mpigrad.Communicator", "with comm:", "comm.split", "comm.dup", "comm.cartesian"),
+        *("comm = mpigrad.Communicator", "with comm:", "comm.split", "comm.dup", "comm.free"),
+        "comm.cartesian",
         *("grid.shift", "grid.rank_at", "grid.dims", "grid.periods", "grid.coords"),
         "grid.neighbors",
     ]
