@@ -42,7 +42,7 @@ LIMITS = {
     "solve, GMRES": (5, 4),
     "solve, BoxMG": (6, 5),
     "newton": (4, 1),
-    "minimize, LBFGS": (8, 7),
+    "minimize, LBFGS": (9, 8),
     "minimize, Adam": (6, 5),
     "Pool.map": (8, 1),
     "fem.box": (0, 0),

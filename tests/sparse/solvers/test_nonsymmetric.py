@@ -259,7 +259,7 @@ FAULTS = {
     "NaN": lambda s: (spoilt(s, -1, np.nan), s.b, None, "holds such a value on rank"),
     "NaN in x0": lambda s: (s.values, s.b, s.b * np.nan, "holds such a value on rank"),
     "no convergence": lambda s: (
-        s.values, s.b, None, r"test_nonsymmetric.py:\d+.*did not converge: .* Raise max_steps=2",
+        s.values, s.b, None, r"test_nonsymmetric.py:\d+.*did not converge: .* Raise .*max_steps=2",
     ),
 }  # fmt: skip
 

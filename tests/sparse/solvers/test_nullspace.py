@@ -47,6 +47,7 @@ def completed(A, z, w, b):
     return jnp.linalg.solve(A + jnp.outer(w, z), b)
 
 
+@pytest.mark.long("derivatives in vectors, on both sides; test_errors solves too")
 def test_any_matrix_and_own_vectors(comm):
     """Value, tangent, gradient and Hessian, also in the vectors, which depend on the matrix."""
     L, whole = laplacian(comm)
@@ -64,6 +65,9 @@ def test_any_matrix_and_own_vectors(comm):
     prove(f, F, operands, operands[0].mine, rtol=1e-8)
 
 
+@pytest.mark.long(
+    "second derivatives through hypre and through own methods; test_errors solves too"
+)
 @pytest.mark.thin(3)
 @pytest.mark.parametrize("solver", SOLVERS.values(), ids=SOLVERS)
 def test_gradients_of_symmetric_systems(comm, solver):
@@ -89,6 +93,9 @@ def test_gradients_of_symmetric_systems(comm, solver):
     mg.dot_test(balanced, L.values, here, comm=comm, rtol=1e-9)
 
 
+@pytest.mark.long(
+    "second derivatives of operators and of Newton's method; the errors are in test_errors"
+)
 def test_functions_and_newton(comm):
     """A matrix-free solve, and a nonlinear one with and without its Jacobian."""
     L, whole = laplacian(comm)
