@@ -45,6 +45,7 @@ int64_t number(const char* tree) {
 }  // namespace
 
 Board board{&own_header, &own_slot, 0, nullptr};
+bool several_hosts = false;
 
 const Entry* member(int64_t slot, int64_t rank, const Slot** owner) {
   const auto& list = members[slot];
@@ -158,6 +159,7 @@ MPIGRAD_EXPORT void mpigrad_set_members(int64_t slot, int64_t id, int rank, int 
     list.push_back({host_indices[i], slots[i]});
     list.on_board &= host_indices[i] >= 0;
   }
+  several_hosts |= !list.on_board;
   forget_agreements(slot);
   Entry& e = board.own().entries[slot];
   e.rank = rank;

@@ -175,6 +175,7 @@ MPIGRAD_SHARED extern Board board;  // private to this process until it is share
 // The entry of another member of a communicator, or nullptr if it is on another host.
 const Entry* member(int64_t slot, int64_t rank, const Slot** owner);
 bool all_on_board(int64_t slot);
+extern bool several_hosts;  // there is a communicator whose members are not all on this board
 // Clears this rank's entry of a communicator that all members have freed, before the next one has it.
 void forget_members(int64_t slot);
 // The index of a member on the board, and the slot of the communicator there.

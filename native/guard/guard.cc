@@ -229,7 +229,8 @@ bool Post::collective(const Agreement& a) {
   if (!get(mine.polling)) {
     if (e.size == 1) return true;
     if (guarded) return agree_by_message(c);
-    return agree_between_hosts(c) && (repeated || agree_once(c));
+    if (several_hosts && !agree_between_hosts(c)) return false;
+    return repeated || agree_once(c);
   }
   int64_t next = 0;
   const auto ready = [&] {
