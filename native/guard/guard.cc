@@ -274,6 +274,10 @@ bool Post::agree_by_message(const Contract& c) {
 bool Post::agree_once(const Contract& c) {
   Mixed key;
   for (const int64_t word : {c.site, slot_, static_cast<int64_t>(digest(c))}) key(word);
+  if (c.counts_kind == kPairCounts) {
+    for (int64_t i = 0; i < c.counts; ++i) key(c.sends[i]);
+    for (int64_t i = 0; i < c.counts; ++i) key(c.receives[i]);
+  }
   if (!is_new(key.sum)) return true;
   const Entry& e = board.own().entries[slot_];
   const int64_t sequence = c.sequence;
@@ -342,14 +346,14 @@ bool Post::agree_between_hosts(const Contract& c) {
   return false;
 }
 
-bool Post::sent_to_this(int64_t source, int64_t tag, Part& part, std::string& operation,
-                        std::string& line) {
+bool Post::sent_to_this(int64_t index, int64_t source, int64_t tag, Part& part,
+                        std::string& operation, std::string& line) {
   const Slot& mine = board.own();
   const Entry& e = mine.entries[slot_];
   if (!owner_ || guarded || recording < kRecordAll || get(mine.kind) != kMessagesOnly ||
-      get(mine.receives) != 1 || get(mine.counts_invalid))
+      get(mine.receives) <= index || get(mine.counts_invalid))
     return false;
-  const Part& p = mine.receive[0];
+  const Part& p = mine.receive[index];
   Mixed key;
   for (const int64_t word : {get(mine.site), slot_, source, tag, p.dtype, p.rank}) key(word);
   for (int64_t i = 0; i < std::min<int64_t>(p.rank, kDims); ++i) key(p.dims[i]);

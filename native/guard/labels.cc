@@ -45,9 +45,9 @@ inline bool is_like_the_last(const Call& c, const Mail& mail, int64_t source) {
 }
 
 // The label of the message that this operation has received, from the sender's words on the board.
-bool read_board(const Call& c, int64_t source, int64_t tag, Label& label) {
+bool read_board(const Call& c, int64_t index, int64_t source, int64_t tag, Label& label) {
   std::string operation, line;
-  if (!c.post.sent_to_this(source, tag, label.part, operation, line)) return false;
+  if (!c.post.sent_to_this(index, source, tag, label.part, operation, line)) return false;
   label.written = kWritten;
   copy_text(label.operation, operation.c_str());
   copy_text(label.site, line.c_str());
@@ -90,11 +90,11 @@ Parcel::Parcel(const Call& c, const Words& y) : words(y) {
   words = Words(memory.data(), memory.size(), 1);
 }
 
-// Out of line, because it is rare and has two labels.
+// Out of line, because it is rare and has two labels. `sent` is nullptr if the board has the label.
 [[gnu::noinline]] static ffi::Error compare(const Call& c, const Mail& mail, const Label* sent,
-                                            Status& status, int source) {
+                                            int64_t index, int64_t source, int64_t tag) {
   Label found;
-  if (!sent && !read_board(c, source, status_tag(status), found)) return ffi::Error::Success();
+  if (!sent && !read_board(c, index, source, tag, found)) return ffi::Error::Success();
   if (sent) std::memcpy(&found, sent, sizeof found);
   const Label expected = describe(c, mail);
   const Part &a = found.part, &b = expected.part;
@@ -107,12 +107,23 @@ Parcel::Parcel(const Call& c, const Words& y) : words(y) {
                 found.site + ". " + kSameLayout);
 }
 
+ffi::Error compare_all(const Call& c, const std::vector<Mail>& received) {
+  if (received.empty() || is_like_the_last(c, received[0], -static_cast<int64_t>(received.size())))
+    return ffi::Error::Success();
+  for (size_t i = 0; i < received.size(); ++i)
+    if (ffi::Error e = compare(c, received[i], nullptr, i, received[i].peer, received[i].tag);
+        e.failure())
+      return e;
+  return ffi::Error::Success();
+}
+
 ffi::Error unpack(const Call& c, const Mail& mail, int code, Status& status, int source,
                   const Words& words, const Words& y) {
   const size_t bytes = label_bytes(c.slot);
   if (bytes || (!code && !is_like_the_last(c, mail, source))) {
     const auto sent = bytes ? static_cast<const Label*>(words.data) : nullptr;
-    if (ffi::Error e = compare(c, mail, sent, status, source); e.failure()) return e;
+    if (ffi::Error e = compare(c, mail, sent, 0, source, status_tag(status));
+        e.failure()) return e;
   }
   const ffi::Error error = received(c, code, status, words, source);
   if (error.success() && words.data != y.data)

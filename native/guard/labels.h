@@ -22,6 +22,10 @@ struct Parcel {
   Parcel(const Call& c, const Words& y);
 };
 
+// After all messages of an exchange with several partners: compare those that are new with what the
+// senders have announced.
+ffi::Error compare_all(const Call& c, const std::vector<Mail>& received);
+
 // After a receive of `words` from `source`: copy the data to y if they are as `mail` describes,
 // else return an error with what was received. `code` is the return code of MPI.
 ffi::Error unpack(const Call& c, const Mail& mail, int code, Status& status, int source,

@@ -230,6 +230,7 @@ ffi::Error neighbor_alltoallv(Token, Buffer x, TokenOut, BufferOut y, int64_t co
     const int rc = await_request(sends[i], status);
     if (first.success() && rc) first = c.done(rc);
   }
+  if (first.success()) return compare_all(c, from_neighbors);
   return first;
 }
 

@@ -226,6 +226,7 @@ MPIGRAD_EXPORT void mpigrad_share_sums(int64_t slot, int wanted) {
   for (int i = 0; i < comm.size; ++i) {
     int64_t host_index, its_slot;
     place(slot, i, host_index, its_slot);
+    if (its_slot >= kSummed) return;  // all members see it
     g.shared[i] = &board.shared[host_index];
     g.progress[i] = &g.shared[i]->progress[its_slot];
   }

@@ -60,9 +60,10 @@ class BlockingCall:
 
 def _watched(name: str) -> Callable[..., Any]:
     plain = getattr(MPI.Intracomm, name)
+    shown = "barrier" if name == "Barrier" else name  # the same operation, also as mg.barrier
 
     def method(self: WatchedComm, *args: Any, **kwargs: Any) -> Any:
-        with BlockingCall(name, -1 if name in ("recv", "send", "sendrecv") else self.slot):
+        with BlockingCall(shown, -1 if name in ("recv", "send", "sendrecv") else self.slot):
             return plain(self, *args, **kwargs)
 
     return functools.wraps(plain)(method)

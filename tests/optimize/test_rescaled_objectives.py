@@ -44,6 +44,11 @@ def test_squares_of_the_gradient_that_vanish_or_overflow(method, power, comm):
         minimize(lambda x: valley(x) * 2.0**power, start(), method, comm=comm, **HOW)
 
 
+def test_a_start_that_has_converged_may_have_any_scale(comm):
+    found = minimize(lambda x: jnp.sum(x**4), jnp.full(2, 1e-60), atol=1e-8, comm=comm, **HOW)
+    assert found.stats["num_steps"] == 0
+
+
 @pytest.mark.parametrize("power", [-100, 100])
 def test_squares_of_residuals_that_vanish_or_overflow(power, comm):
     def residuals(x):

@@ -78,6 +78,11 @@ def leaves_of_other_lengths():
     mg.barrier()
 
 
+def halos_of_another_dtype():
+    grid = mg.Grid((4,), (1.0,))
+    mg.halo_exchange(jnp.ones(2, "int32" if rank else "float32"), grid, 1)
+
+
 def message_of_other_leaves():
     if rank == 0:
         mg.send([x, x[:1]], 1)

@@ -110,7 +110,7 @@ class Equation:
         """True if all forms are energies, whose Jacobians are symmetric."""
         return all(term.form.symmetric for term in self.terms)
 
-    @functools.cached_property
+    @property  # of the present values of what the forms read
     def is_linear(self) -> bool:
         """True if the residual is affine in the field, as far as this can be seen."""
         shape = (*self.space.cell_nodes.shape, self.space.components)

@@ -110,7 +110,8 @@ def solve(
             "parameters, as in fem.solve(energy(k), fixed)."
         )
     space = equation.space
-    if equation.is_linear:
+    linear = equation.is_linear
+    if linear:
         _check_linear(solver, rtol=rtol, atol=atol or None, max_steps=max_steps)
     mask = _mask(space, fixed)
     _check_field(space, "values", values)
@@ -124,7 +125,7 @@ def solve(
         solver = _default_solver(equation, dtype, rtol)
     null = None if nullspace is None else _null_space(space, mask, nullspace)
 
-    if equation.is_linear:
+    if linear:
         A = equation.jacobian(start)
         _require_regular(space, A, mask, null, "Fix more unknowns")
         b = _right_hand_side(mask, equation.residual(start))

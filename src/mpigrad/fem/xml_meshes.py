@@ -27,7 +27,7 @@ def check_file(function: str, path: pathlib.Path) -> None:
     """Raise a ValueError of `function` if a file has an element that meshio leaves out."""
     suffix = path.suffix.lower()
     if suffix == ".vtu":
-        pieces = re.findall(rb'<Piece[^>]*NumberOfCells\s*=\s*"\s*(\d+)', path.read_bytes())
+        pieces = re.findall(rb'<Piece[^>]*NumberOfCells\s*=\s*["\']\s*(\d+)', path.read_bytes())
         filled = [int(cells) for cells in pieces if int(cells)]
         if len(filled) > 1:
             raise ValueError(
@@ -37,7 +37,7 @@ def check_file(function: str, path: pathlib.Path) -> None:
     if suffix in (".xdmf", ".xmf"):
         text = path.read_text(encoding="utf-8", errors="replace")
         for name, known in _XDMF.items():
-            for value in re.findall(rf'\b{name}\s*=\s*"([^"]*)"', text):
+            for value in re.findall(rf'\b{name}\s*=\s*["\']([^"\']*)["\']', text):
                 if value not in known:
                     raise ValueError(
                         f'{function}: {path} has {name}="{value}", which the reader does not '

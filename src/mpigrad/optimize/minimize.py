@@ -301,7 +301,7 @@ class _Run:
         if state is None:
             self.take_batch(0)
             state = self.method.start(self.objective, x)
-            self.objective.check_scale(state)
+            self.objective.check_scale(state, atol)
             if not (math.isfinite(state.loss) and math.isfinite(state.gradient_norm)):
                 self.records.append(self.record(0, state))  # files of an earlier run stay
                 return Result.NOT_FINITE, state

@@ -211,13 +211,15 @@ class Objective(ProgramCache):
         slope, square, loss = np.asarray(numbers).tolist()
         return Point(moved, gradient, loss, math.sqrt(square), slope)
 
-    def check_scale(self, first: Any) -> None:
+    def check_scale(self, first: Any, atol: float) -> None:
         """Raise an error if squares at the first point, of gradient or residuals, are lost."""
         loss, norm = first.loss, first.gradient_norm
+        if norm <= atol and atol > 0:
+            return
         if self.residuals and (loss == 0 or not math.isfinite(loss)):
             largest = float(self.compiled(Objective._largest_residual)(first.x, self.batch))
             _require_scale(largest, "residual", "their dtype cannot hold half the sum", "them")
-        if not 1e-140 < norm < 1e140:
+        if not 1e-150 < norm < 1e150:
             largest = self.unknowns.largest(first.gradient)
             _require_scale(largest, "entry of the gradient", "float64 cannot hold the sum", "f")
 

@@ -172,7 +172,7 @@ def read_samples(path: pathlib.Path, name: str = "") -> Samples:
     arrays = {
         key: array
         for key, array in contents.arrays.items()
-        if array.dtype.kind in "iuf" and key not in _METADATA and key.lower() not in axes
+        if array.dtype.kind in "biuf" and key not in _METADATA and key.lower() not in axes
     }
     if name not in arrays and len(arrays) != 1:
         called = f" called {name}" * bool(name)
@@ -499,7 +499,7 @@ def _spacing(path: pathlib.Path, arrays: Mapping[str, NDArray[Any]]) -> tuple[fl
 def real(values: Any) -> NDArray[np.float64]:
     """Return an array in float64, or raise a TypeError for one that is not of real numbers."""
     array = np.asarray(values)
-    if array.dtype.kind not in "iuf":
+    if array.dtype.kind not in "biuf":  # masks are of booleans
         raise TypeError(f"expected real numbers, got {array.dtype}")
     return array.astype(float)
 

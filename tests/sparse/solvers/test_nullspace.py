@@ -165,3 +165,22 @@ def test_errors(comm):
         solve(L, b, solver, nullspace="ones")
     with pytest.raises(ValueError, match="Leave out left"):
         solve(L, b, OWN["PCG"], nullspace=NullSpace("constants", left=ones))
+
+
+def test_a_complex_null_vector_and_a_cotangent_along_it(comm):
+    """The transpose of a Hermitian matrix has the conjugate null vectors."""
+    L, _ = laplacian(comm)
+    phase = jnp.exp(1j * jnp.arange(L.pattern.n_local))
+    A = Matrix(L.pattern, L.values.astype(complex))
+    A = A.scale_rows(phase).scale_columns(phase.conj())
+    b, d = phase * np.random.default_rng(comm.rank).standard_normal((2, len(phase)))
+
+    def f(b):
+        null = NullSpace(phase, project=True)
+        return solve(A, b, RIGHT, nullspace=null).value
+
+    share = lambda b: jnp.sum((f(b) * d.conj()).real)
+    slope = mg.allreduce(jnp.vdot(mg.grad(share)(b).conj(), d).real)
+    close(slope, mg.allreduce(share(d)), 1e-8)  # f is linear
+    along = mg.grad(lambda b: jnp.sum((f(b) * phase.conj()).real))(b)
+    assert float(mg.max_norm(jnp.abs(along))) < 1e-12

@@ -14,6 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from mpi4py import MPI
 
 from mpigrad.communicator import Communicator
 from mpigrad.operations import allreduce, require
@@ -179,6 +180,15 @@ def projected(vectors: jax.Array, rows: jax.Array, comm: Communicator) -> jax.Ar
         part = _parts(vectors, rows, comm)
         rows = rows - jnp.sum(part[..., None] * vectors, axis=1)
     return rows
+
+
+def into_range(vectors: jax.Array, rows: jax.Array, comm: Communicator) -> jax.Array:
+    """Return `projected`, with zeros for rows of which only rounding is left."""
+    rest = projected(vectors, rows, comm)
+    sizes = jnp.stack([jnp.max(jnp.abs(v), axis=-1, initial=0) for v in (rest, rows)])
+    left, given = allreduce(sizes, op=MPI.MAX, comm=comm)
+    tiny = left <= 16 * jnp.finfo(rows.dtype).eps * given
+    return jnp.where(tiny[:, None], 0, rest)
 
 
 def check_nullspace(

@@ -35,6 +35,7 @@ from mpigrad.sparse.solvers.methods import GMRES
 from mpigrad.sparse.solvers.nullspace import (
     as_nullspace,
     check_nullspace,
+    into_range,
     mark_faults,
     orthonormal,
     projected,
@@ -302,7 +303,7 @@ def _run(
             first = comm.rank << 20
             faults = check_nullspace(null, product, rhs, solver, comm, first, head, throw)
         if singular:
-            b = projected(null[-1:], b[None], comm)[0]
+            b = into_range(null[-1:], b[None], comm)[0]
         given = b
         size, up = normalizing([defect[2], largest(b)], comm)
         # A method of the user may have parameters that fit the operator.
@@ -402,7 +403,7 @@ def _transpose(cotangents: Any, *operands: Any, **params: Any) -> list[Any]:
         inverse = params["inverse"]
         params["forward"] = params["forward"].transposed()
         params["inverse"] = None if inverse is None else inverse.transposed()
-        null = null[::-1]
+        null = null[::-1].conj()  # of the transpose, not of the adjoint
     # The cotangents of guesses hold guesses for adjoint solves.
     ct, vectors = ad.instantiate_zeros(cotangents[0]), ad.instantiate_zeros(cotangents[2])
     first = vectors if len(vectors) else jnp.zeros_like(ct)

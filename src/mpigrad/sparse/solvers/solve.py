@@ -41,6 +41,7 @@ from mpigrad.sparse.solvers.methods import PCG
 from mpigrad.sparse.solvers.nullspace import (
     as_nullspace,
     check_nullspace,
+    into_range,
     mark_faults,
     orthonormal,
     projected,
@@ -394,7 +395,7 @@ def _run(
             rhs = b if null_check == "consistent" else None
             faults = _null_faults(values, rhs, null, len(b), solver, pattern, head, how["throw"])
         if singular:
-            b = projected(null[:, -1], b, comm)
+            b = into_range(null[:, -1], b, comm)
         if by_library:  # they are so fast that copies of vectors count
             x, info = jax.lax.cond(
                 has_usual_squares(b, comm),
@@ -528,7 +529,7 @@ def _transpose(
         with set_carrier(a):
             values = transpose_values(pattern, values.T).T
         values_id = values_id[:0]  # the transpose is another matrix
-        null = null[:, ::-1]
+        null = null[:, ::-1].conj()  # of the transpose, not of the adjoint
     first = vectors if guessed else np.zeros((len(ct), 0), ct.dtype)
     back, _, before = solve_p.bind(values, ct, first, values_id, null, a, **params)
     linear = ad.is_undefined_primal
