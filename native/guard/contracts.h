@@ -18,6 +18,7 @@ bool same_layout(int64_t dtype, int64_t rank, const int64_t* dims, int64_t dtype
 bool repeats(const Contract& c, int64_t site, const char* operation, const Agreement& a);
 void write(Contract& c, int64_t site, const char* operation, const char* text, const Agreement& a);
 bool agree(const Contract& a, const Contract& b);
+
 // Odd constants (the finaliser of splitmix64 of 1, 2, …).
 constexpr std::array<uint64_t, 64> factors = [] {
   std::array<uint64_t, 64> all{};

@@ -303,9 +303,12 @@ bool Post::agree_once(const Contract& c) {
     const Entry* other = member(slot_, rank, &owner);
     if (!other) continue;
     const Contract& d = other->contracts[sequence % kContracts];
-    if (d.sequence != sequence) continue;  // that rank is far ahead
-    same &= agree(c, d);
-    there.push_back(report(d, *owner));
+    const Report theirs = report(d, *owner);
+    // That rank may be far ahead, and may write another contract there while this one is read.
+    std::atomic_thread_fence(std::memory_order_acquire);
+    if (theirs.contract.sequence != sequence || relaxed(d.sequence) != sequence) continue;
+    same &= agree(c, theirs.contract);
+    there.push_back(theirs);
   }
   if (c.counts_kind == kPairCounts && all_on_board(slot_)) same &= pairs_agree(slot_, sequence);
   if (!same) refusal = describe(there);
@@ -441,6 +444,7 @@ bool Post::announce(Mails sends, Mails receives) {
 }
 
 bool Post::messages(Mails sends, Mails receives) {
+  if (!usable()) return false;
   Slot& mine = board.own();
   if (!owner_ || recording < kRecordAll || !get(mine.entries[slot_].id)) return allowed();
   if (sends.count > kParts || receives.count > kParts) {

@@ -89,8 +89,8 @@ class MPIGRAD_SHARED Post {
   bool post(Mails sends, Mails receives);
   int64_t number_sent() const, number_received() const;
   // Finds on the board what the sender has announced of the message that receive number `index` of
-  // this operation has received from `source` with `tag`. Returns false if it is not there, and if such a message was compared
-  // before.
+  // this operation has received from `source` with `tag`. Returns false if it is not there, and if
+  // such a message was compared before.
   bool sent_to_this(int64_t index, int64_t source, int64_t tag, Part& part, std::string& operation,
                     std::string& line);
   // The actual sender and tag of wildcard receive number `i`.

@@ -67,6 +67,23 @@ std::string layout_text(const Part& p) {
   return text + "]";
 }
 
+// Out of line, because it is rare and has two labels. `sent` is nullptr if the board has the label.
+[[gnu::noinline]] ffi::Error compare(const Call& c, const Mail& mail, const Label* sent,
+                                     int64_t index, int64_t source, int64_t tag) {
+  Label found;
+  if (!sent && !read_board(c, index, source, tag, found)) return ffi::Error::Success();
+  if (sent) std::memcpy(&found, sent, sizeof found);
+  const Label expected = describe(c, mail);
+  const Part &a = found.part, &b = expected.part;
+  const bool same = found.written != kWritten || !a.dtype || !b.dtype ||
+                    (same_layout(a.dtype, a.rank, a.dims, b.dtype, b.rank, b.dims) &&
+                     tree_fits(a.tree, b.tree));
+  if (same) return ffi::Error::Success();
+  return c.fail("expected " + layout_text(b) + " at " + expected.site + ", but " +
+                c.name_of(source) + " sends " + layout_text(a) + " by " + found.operation + " at " +
+                found.site + ". " + kSameLayout);
+}
+
 }  // namespace
 
 size_t label_bytes(int64_t slot) {
@@ -90,23 +107,6 @@ Parcel::Parcel(const Call& c, const Words& y) : words(y) {
   words = Words(memory.data(), memory.size(), 1);
 }
 
-// Out of line, because it is rare and has two labels. `sent` is nullptr if the board has the label.
-[[gnu::noinline]] static ffi::Error compare(const Call& c, const Mail& mail, const Label* sent,
-                                            int64_t index, int64_t source, int64_t tag) {
-  Label found;
-  if (!sent && !read_board(c, index, source, tag, found)) return ffi::Error::Success();
-  if (sent) std::memcpy(&found, sent, sizeof found);
-  const Label expected = describe(c, mail);
-  const Part &a = found.part, &b = expected.part;
-  const bool same = found.written != kWritten || !a.dtype || !b.dtype ||
-                    (same_layout(a.dtype, a.rank, a.dims, b.dtype, b.rank, b.dims) &&
-                     tree_fits(a.tree, b.tree));
-  if (same) return ffi::Error::Success();
-  return c.fail("expected " + layout_text(b) + " at " + expected.site + ", but " +
-                c.name_of(source) + " sends " + layout_text(a) + " by " + found.operation + " at " +
-                found.site + ". " + kSameLayout);
-}
-
 ffi::Error compare_all(const Call& c, const std::vector<Mail>& received) {
   if (received.empty() || is_like_the_last(c, received[0], -static_cast<int64_t>(received.size())))
     return ffi::Error::Success();
@@ -122,8 +122,7 @@ ffi::Error unpack(const Call& c, const Mail& mail, int code, Status& status, int
   const size_t bytes = label_bytes(c.slot);
   if (bytes || (!code && !is_like_the_last(c, mail, source))) {
     const auto sent = bytes ? static_cast<const Label*>(words.data) : nullptr;
-    if (ffi::Error e = compare(c, mail, sent, 0, source, status_tag(status));
-        e.failure()) return e;
+    if (ffi::Error e = compare(c, mail, sent, 0, source, status_tag(status)); e.failure()) return e;
   }
   const ffi::Error error = received(c, code, status, words, source);
   if (error.success() && words.data != y.data)

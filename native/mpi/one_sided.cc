@@ -64,7 +64,7 @@ struct Exchange {
   const char* incoming(int rank) const { return in.data() + from_start[rank] * width; }
   int run(const Call& c) {
     return alltoall_blocks(c, width, 1, out.data(), {to.data(), to.size()}, in.data(),
-                     {from.data(), from.size()});
+                           {from.data(), from.size()});
   }
 };
 

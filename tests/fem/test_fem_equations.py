@@ -359,6 +359,12 @@ def test_forms_use_the_present_values_of_variables(comm):
     first = [float(form().integral(u)) for form in forms]
     factor[0] = 2.0
     np.testing.assert_allclose([float(form().integral(u)) for form in forms], 2 * np.array(first))
+    squares = [False]
+    reaction = lambda p: p.u * p.u if squares[0] else p.u
+    equation = fem.WeakForm(space, lambda p: (reaction(p), 0.0 * p.grad))()
+    assert equation.is_linear
+    squares[0] = True
+    assert not equation.is_linear
 
 
 def test_misuse_is_one_error(comm):

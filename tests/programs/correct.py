@@ -30,6 +30,12 @@ def a_sender_that_needs_the_progress_of_a_rank_in_a_barrier():
         mg.barrier()
 
 
+def two_spellings_of_a_barrier():
+    comm = mg.default_communicator()
+    comm.mpi.barrier() if rank == 0 else comm.mpi.Barrier()
+    mg.barrier() if rank == 0 else comm.mpi.Barrier()
+
+
 def a_sender_that_needs_the_progress_of_a_rank_in_a_sum():
     if rank == 0:
         request = mg.irecv(big, 1)
@@ -128,6 +134,7 @@ def a_users_own_operation_beside_messages_of_the_same_tag():
 
 
 an_error_of_a_session_within_the_program_under_another_hook()
+two_spellings_of_a_barrier()
 a_sender_that_needs_the_progress_of_a_rank_in_a_barrier()
 a_sender_that_needs_the_progress_of_a_rank_in_a_sum()
 the_same_with_calls_of_mpi4py()

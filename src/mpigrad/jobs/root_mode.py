@@ -21,7 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 from mpi4py import MPI
 
-from mpigrad.communicator import Communicator, resolve
+from mpigrad.communicator import BlockingCall, Communicator, resolve
 from mpigrad.jobs.context import JobFunction
 from mpigrad.jobs.failures import drop_caught
 from mpigrad.jobs.items import Data
@@ -200,11 +200,13 @@ class RootPool(Pool):
 
     def _hear(self) -> Any:
         status, naps = MPI.Status(), 0
-        while not self._channel.Iprobe(0, _TAG, status):
-            naps += 1
-            time.sleep(_NAPS[naps > 2000])
-        parcel = bytearray(status.Get_count(MPI.BYTE))
-        self._channel.Recv([parcel, MPI.BYTE], 0, _TAG)
+        # Without the time limit: the root may compute for any time between two jobs.
+        with BlockingCall("the root's next job", unlimited=True):
+            while not self._channel.Iprobe(0, _TAG, status):
+                naps += 1
+                time.sleep(_NAPS[naps > 2000])
+            parcel = bytearray(status.Get_count(MPI.BYTE))
+            self._channel.Recv([parcel, MPI.BYTE], 0, _TAG)
         try:
             return _Unpickler(io.BytesIO(parcel), self._functions).load()
         except (AttributeError, ImportError) as error:

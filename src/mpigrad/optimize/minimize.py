@@ -218,7 +218,8 @@ def minimize(
                 run.history = pathlib.Path(history)
                 if checkpoint is None or not (checkpoint.resume or checkpoint.overwrite):
                     _forbid_earlier_history(run.history)
-                run.history.open("a").close()  # an earlier content stays for now
+                with name_in_errors(run.history):
+                    run.history.open("a").close()  # an earlier content stays for now
         stack.callback(run.close)
         result, state = run.run(x0, max_steps, (rtol, atol, ftol))
     stats = {

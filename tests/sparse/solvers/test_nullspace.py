@@ -184,3 +184,15 @@ def test_a_complex_null_vector_and_a_cotangent_along_it(comm):
     close(slope, mg.allreduce(share(d)), 1e-8)  # f is linear
     along = mg.grad(lambda b: jnp.sum((f(b) * phase.conj()).real))(b)
     assert float(mg.max_norm(jnp.abs(along))) < 1e-12
+
+
+@pytest.mark.thin(3)  # on two, rounding leaves nothing
+@pytest.mark.parametrize("solver", OWN.values(), ids=OWN)
+def test_what_lies_in_the_null_space_is_zero(comm, solver):
+    """Of it only rounding is left by a projection, which no method can solve for."""
+    L, _ = laplacian(comm)
+    ones = jnp.ones(L.pattern.n_local)
+    null = NullSpace("constants", project=True)
+    assert not jnp.any(solve(L, ones, solver, nullspace=null).value)
+    total = lambda b: jnp.sum(solve(L, b, solver, nullspace=null).value)
+    assert not jnp.any(mg.grad(total)(jnp.sin(jnp.arange(len(ones)) + comm.rank)))
