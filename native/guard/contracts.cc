@@ -18,6 +18,18 @@ bool same_layout(int64_t dtype, int64_t rank, const int64_t* dims, int64_t dtype
                     dims2 + std::min(free_dims, rank));
 }
 
+bool same_message(Part sent, Part expected, bool adjoint) {
+  if (!sent.dtype || !expected.dtype) return true;
+  const auto drop_leading_ones = [](Part& p) {
+    for (; p.rank > 0 && p.rank <= kDims && p.dims[0] == 1; --p.rank)
+      std::copy(p.dims + 1, p.dims + p.rank, p.dims);
+  };
+  if (adjoint) drop_leading_ones(sent), drop_leading_ones(expected);
+  return same_layout(sent.dtype, sent.rank, sent.dims, expected.dtype, expected.rank,
+                     expected.dims) &&
+         tree_fits(sent.tree, expected.tree);
+}
+
 bool repeats(const Contract& c, int64_t site, const char* operation, const Agreement& a) {
   if (c.site != site || c.dtype != a.layout.dtype || c.rank != a.layout.rank ||
       c.terms != static_cast<int64_t>(a.terms.size()) || c.counts_kind != kNoCounts ||

@@ -14,6 +14,10 @@ void copy_layout(const Layout& from, int64_t& dtype, int64_t& rank, int64_t* dim
 bool same_layout(int64_t dtype, int64_t rank, const int64_t* dims, int64_t dtype2, int64_t rank2,
                  const int64_t* dims2, int64_t free_dims = 0);
 
+// Whether a message fits its receive. jax.jacrev of a number batches the adjoint that is sent, by one,
+// and not the one that is expected.
+bool same_message(Part sent, Part expected, bool adjoint);
+
 // Whether the contract already has these contents, as it does in a loop.
 bool repeats(const Contract& c, int64_t site, const char* operation, const Agreement& a);
 void write(Contract& c, int64_t site, const char* operation, const char* text, const Agreement& a);

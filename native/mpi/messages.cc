@@ -66,11 +66,11 @@ const Message* find_message(const Slot& s, int64_t id, int64_t peer, int64_t tag
   return nullptr;
 }
 
-bool fits(const Part& a, const Part& announced) {
-  const Part b = read_part(announced);
-  return a.dtype == 0 || b.dtype == 0 ||
-         (same_layout(a.dtype, a.rank, a.dims, b.dtype, b.rank, b.dims) &&
-          tree_fits(a.tree, b.tree) && !steps_differ(a.loop, b.loop));
+bool fits(const Part& expected, const Message& m) {
+  const Part sent = read_part(m.part);
+  const bool known = sent.dtype && expected.dtype;
+  return same_message(sent, expected, get(m.site) < 0) &&
+         !(known && steps_differ(sent.loop, expected.loop));
 }
 
 // The oldest announced message from `source` to `rank` that was not received yet, or nullptr.
@@ -214,7 +214,7 @@ bool Exchange::available(int64_t rank, const Part& p) {
   const auto announced = [&] { return c && get(c->sent) >= p.ordinal; };
   if (!announced()) return false;
   const Message* m = find_message(*sender, id_, rank, p.tag, p.ordinal);
-  if (m && !fits(p, m->part)) return false;
+  if (m && !fits(p, *m)) return false;
   // A refused sender withdraws its message before it stops waiting, so look again.
   return waits(*sender, sender->send, sender->sends, rank, p.tag, p.ordinal) ? possible(p.peer)
                                                                             : announced();
@@ -227,7 +227,7 @@ bool Exchange::any_available(int64_t rank, const Slot& receiver, const Part& p) 
     if (!member(slot_, source, &sender) || get(sender->counts_invalid)) return true;
     const auto next = [&] { return next_message(*sender, source, receiver, rank, id_, p.tag); };
     const Message* m = next();
-    if (m && fits(p, m->part)) {
+    if (m && fits(p, *m)) {
       const bool waiting =
           waits(*sender, sender->send, sender->sends, rank, m->part.tag, m->part.ordinal);
       // A refused sender withdraws its message before it stops waiting.

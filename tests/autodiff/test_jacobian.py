@@ -93,6 +93,17 @@ def test_what_jacfwd_and_jacrev_give(comm: Communicator) -> None:
     close(jax.jacrev(f)(x), mg.allreduce(table)[comm.rank])
 
 
+def test_jacrev_of_a_number_with_a_message(comm: Communicator) -> None:
+    """JAX batches the adjoint that is sent, by one, but not the one that is expected."""
+    right, left = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
+
+    def f(x: Any) -> Any:
+        arriving, leaving = mg.irecv(x, left, comm=comm), mg.isend(x, right, comm=comm)
+        return jnp.sum(mg.waitall([arriving, leaving])[0] * (comm.rank + 1))
+
+    close(jax.jacrev(f)(jnp.ones((3, 2))), jnp.full((3, 2), right + 1.0))
+
+
 @pytest.mark.parametrize("mode", MODES)
 def test_columns_or_rows_of_a_local_function_are_shared_out(
     mode: Any, comm: Communicator, monkeypatch: pytest.MonkeyPatch

@@ -57,13 +57,18 @@ def layout(part: Any) -> str:
     return f"{_DTYPES.get(int(part['dtype']), 'an array')}[{dims}]"
 
 
-def same_layout(x: Any, y: Any, free: int = 0) -> bool:
-    rank = min(int(x["rank"]), b.DIMS)
-    return (
-        int(x["dtype"]) == int(y["dtype"])
-        and int(x["rank"]) == int(y["rank"])
-        and list(x["dims"][free:rank]) == list(y["dims"][free:rank])
-    )
+def same_layout(x: Any, y: Any, free: int = 0, leading_ones: bool = True) -> bool:
+    """Return True if dtypes and shapes are equal, except `free` axes and `leading_ones`."""
+    p, q = (_shape(part, leading_ones) for part in (x, y))
+    return int(x["dtype"]) == int(y["dtype"]) and len(p) == len(q) and p[free:] == q[free:]
+
+
+def _shape(part: Any, leading_ones: bool) -> list[int]:
+    rank = int(part["rank"])
+    shape = list(map(int, part["dims"][: min(rank, b.DIMS)])) + [0] * max(rank - b.DIMS, 0)
+    while not leading_ones and shape[:1] == [1] and rank <= b.DIMS:
+        del shape[0]
+    return shape
 
 
 def same_tree(x: Any, y: Any, one_array: bool = False) -> bool:

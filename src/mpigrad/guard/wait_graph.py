@@ -171,7 +171,7 @@ class _Wait:
         me, open_ = int(self.entry["rank"]), bool(self.entry["open"])
 
         def fits(message: Any, part: Any) -> bool:
-            return not self.polling or open_ or _fits(message["part"], part)
+            return not self.polling or open_ or _fits(message, part)
 
         for part in self.reader.messages(self.r, "receive"):
             source, tag = int(part["peer"]), int(part["tag"])
@@ -304,10 +304,12 @@ def _key(part: Any) -> tuple[int, int, int]:
     return int(part["peer"]), int(part["tag"]), int(part["ordinal"])
 
 
-def _fits(sent: Any, expected: Any) -> bool:
+def _fits(message: Any, expected: Any) -> bool:
+    """Return True if the message fits its receive (`same_message` in native/guard)."""
+    sent, adjoint = message["part"], int(message["site"]) < 0
     comparable = int(sent["dtype"]) and int(expected["dtype"])
     return not comparable or (
-        same_layout(sent, expected)
+        same_layout(sent, expected, leading_ones=not adjoint)
         and same_tree(sent, expected, one_array=True)
         and not steps_differ(sent, expected)
     )
