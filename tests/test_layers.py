@@ -5,20 +5,16 @@ from __future__ import annotations
 import ast
 import importlib
 import pathlib
-import types
-import warnings
 
 import pytest
 
 import mpigrad
-from mpigrad import _moved
-from mpigrad._renamed import RENAMED
 
 SOURCES = pathlib.Path(mpigrad.__file__).parent.parent
 # From the ground floor up. A room may import from lower floors only; rooms of one floor do not
 # know each other.
 FLOORS = (
-    ("_moved", "_renamed", "_shapes", "_version", "earlier_run", "solution"),
+    ("_shapes", "_version", "earlier_run", "solution"),
     ("_lazy",),
     ("runtime",),
     ("guard",),
@@ -118,50 +114,3 @@ def test_lazy_names_are_typed_and_exist(package: str) -> None:
             assert getattr(module, name) is not None
     with pytest.raises(AttributeError, match="has no attribute 'nothing'"):
         module.nothing  # noqa: B018
-
-
-@pytest.mark.parametrize("old", [old for old, new in _moved.MOVED.items() if new])
-def test_old_paths_say_where_the_new_ones_are(old: str) -> None:
-    new = _moved.MOVED[old]
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        module = importlib.import_module(old)
-    assert isinstance(module, types.ModuleType)
-    if caught:  # once: later imports find the module
-        assert f"{old} has moved to {new}" in str(caught[-1].message)
-    there = importlib.import_module(new)
-    for name in getattr(there, "__all__", []):
-        if name != "torch":
-            assert getattr(module, name) is getattr(there, name)
-
-
-def test_what_is_gone_is_an_error() -> None:
-    with pytest.raises(ModuleNotFoundError, match=r"docs/moved\.md"):
-        importlib.import_module("mpigrad.bench")
-
-
-@pytest.mark.parametrize(
-    ("module", "old"), [(module, old) for module, names in RENAMED.items() for old in names]
-)
-def test_old_names_warn_and_give_the_new_ones(module: str, old: str) -> None:
-    if module == "mpigrad_apps.population":
-        pytest.importorskip("diffrax")
-    place, _, name = RENAMED[module][old].rpartition(":")
-    new = getattr(importlib.import_module(place or module), name)
-    with pytest.warns(FutureWarning, match=rf"{module}\.{old} is now called .*{name}"):
-        assert getattr(importlib.import_module(module), old) is new
-
-
-@pytest.mark.parametrize(
-    ("old", "new"),
-    [
-        ("mpigrad.problems.poisson.network", "mpigrad_apps.poisson.network"),
-        ("mpigrad.problems.acoustic.model", "mpigrad.waves.acoustic.model"),
-    ],
-)
-def test_modules_of_a_moved_package_are_found(old: str, new: str) -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        module = importlib.import_module(old)
-    there = importlib.import_module(new)
-    assert all(getattr(module, name) is getattr(there, name) for name in there.__all__)

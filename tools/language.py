@@ -37,7 +37,7 @@ WORDS = {
 # Docstrings that begin so do not say what the function does.
 FIRST_WORDS = r"(What|Whether|Of|Where|Those|That) "
 # Tables of names, quotations and licences.
-LEFT_OUT = ("docs/moved.md", "docs/changes.md", "docs/reference", "docs/examples/")
+LEFT_OUT = ("docs/changes.md", "docs/reference", "docs/examples/")
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ import is `import mpigrad as mg`.
 
 from typing import TYPE_CHECKING
 
-from mpigrad import _lazy, _moved
+from mpigrad import _lazy
 from mpigrad._version import __version__ as __version__
 from mpigrad.runtime.mpi_init import forbid_child_import as _forbid_child_import
 from mpigrad.runtime.world import is_command as _is_command
@@ -159,7 +159,6 @@ def _start() -> None:
 
 __getattr__, __dir__, __all__ = _lazy.attach(__name__, _NAMES, _start)
 
-_moved.install()
 _forbid_child_import()
 # The process of the `mpigrad` command starts ranks: it becomes a rank only if it uses a name.
 if not _is_command():

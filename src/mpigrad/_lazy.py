@@ -7,8 +7,6 @@ import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from mpigrad._renamed import resolve_old_name
-
 __all__ = ["attach"]
 
 
@@ -31,7 +29,7 @@ def attach(
     def get(name: str) -> Any:
         module = names.get(name)
         if module is None:
-            return resolve_old_name(package, name)
+            raise AttributeError(f"module {package!r} has no attribute {name!r}")
         if before is not None:
             before()
         if module:

@@ -10,7 +10,6 @@ import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple, NoReturn, TypeVar
 
-from mpigrad._renamed import old_names
 from mpigrad.communicator import Communicator
 
 __all__ = [
@@ -131,6 +130,3 @@ def _assert_same(values: Sequence[object], what: str) -> None:
 
 def _listed(ranks: list[int]) -> str:
     return ", ".join(map(str, ranks[:8])) + (", ..." if len(ranks) > 8 else "")
-
-
-__getattr__ = old_names(__name__)

@@ -15,7 +15,6 @@ import jax
 import numpy as np
 from mpi4py import MPI
 
-from mpigrad._renamed import old_names
 from mpigrad.guard import board
 from mpigrad.runtime.call_sites import call_site, describe
 from mpigrad.runtime.native import DERIVATIVE_SPACES, library
@@ -655,6 +654,3 @@ def check_rank(value: int, comm: Communicator, what: str, *, null: bool = False)
             f"got {rank} on rank {comm.rank}. Choose one of its ranks."
         )
     return rank
-
-
-__getattr__ = old_names(__name__)

@@ -17,7 +17,6 @@ import numpy as np
 from mpi4py import MPI
 from numpy.typing import NDArray
 
-from mpigrad._renamed import old_names
 from mpigrad.io.atomic_write import write_atomically
 
 __all__ = [
@@ -397,6 +396,3 @@ def write_report(
     path = directory / "report.html"
     write_atomically(path, lambda file: file.write(page.encode()))
     return path
-
-
-__getattr__ = old_names(__name__)

@@ -78,10 +78,6 @@ def test_nan_on_request(comm: Communicator) -> None:
     ys = pool.map(failing, data)(1.0, bad)
     np.testing.assert_array_equal(np.isnan(ys), np.arange(5) == 3)
     assert np.isnan(pool.sum(nan, data)(1.0, bad))
-    with pytest.raises(ValueError, match="on_error"):
-        jobs.pool(comm, on_error="ignore")  # type: ignore[arg-type]
-    with pytest.warns(FutureWarning, match="throw=False"):
-        assert not jobs.pool(comm, on_error="nan").throw
 
 
 @pytest.mark.ranks(2)

@@ -7,7 +7,6 @@ import itertools
 import numpy as np
 import pytest
 
-from mpigrad import training
 from mpigrad.training import Batches
 
 
@@ -59,12 +58,3 @@ def test_iteration_goes_on_where_it_stopped():
 def test_rejects_arguments_out_of_range(arguments, message):
     with pytest.raises(ValueError, match=message):
         Batches(**{"rows": 10, "size": 2, **arguments})
-
-
-@pytest.mark.ranks(1)
-def test_old_names_warn():
-    for old, new in (("Flat", "FlatBuffer"), ("Record", "StepRecord")):
-        with pytest.warns(FutureWarning, match=new):
-            assert getattr(training, old) is getattr(training, new)
-    with pytest.warns(FutureWarning, match="interrupted"):
-        assert not training.History(()).asked_to_end

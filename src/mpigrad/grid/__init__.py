@@ -1,6 +1,5 @@
 """Grids of cells over ranks: their tiles, halos and stencils."""
 
-from mpigrad._renamed import old_names
 from mpigrad.grid.grid import Grid, Neighbor
 from mpigrad.grid.halo_exchange import halo_exchange
 from mpigrad.grid.particles import exchange_particles, rank_at_position
@@ -14,5 +13,3 @@ __all__ = [
     "halo_exchange",
     "rank_at_position",
 ]
-
-__getattr__ = old_names(__name__)

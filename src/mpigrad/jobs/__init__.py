@@ -11,7 +11,6 @@ Examples
 2.0
 """
 
-from mpigrad._renamed import old_names
 from mpigrad.jobs.failures import Failure, JobError, host_call
 from mpigrad.jobs.items import Data
 from mpigrad.jobs.pool import Pool, pool
@@ -30,5 +29,3 @@ __all__ = [
     "pool",
     "root_pool",
 ]
-
-__getattr__ = old_names(__name__)

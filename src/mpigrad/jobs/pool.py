@@ -7,10 +7,9 @@ import functools
 import os
 import threading
 import time
-import warnings
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from typing import Any, Literal, Self
+from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
@@ -31,9 +30,8 @@ from mpigrad.operations.checks import assert_replicated
 from mpigrad.operations.jit import jit
 from mpigrad.operations.local_programs import as_array
 
-__all__ = ["OnError", "Pool", "pool", "throws"]
+__all__ = ["Pool", "pool"]
 
-OnError = Literal["raise", "nan"]
 _THREAD = "mpigrad-jobs"  # the thread that runs started evaluations
 
 
@@ -367,7 +365,6 @@ def pool(
     schedule: Schedule = Static(),  # noqa: B008  frozen
     *,
     throw: bool = True,
-    on_error: OnError | None = None,
 ) -> Pool:
     """Make a pool of the ranks of a communicator, which compute jobs together (collective).
 
@@ -385,8 +382,6 @@ def pool(
         True: a job that raises an exception or returns a NaN ends the call with a `JobError` on
         every rank. False: the results of the failed job are NaN, in `sum` the sum is NaN, and the
         results of the other jobs are returned. Check them by `jnp.isnan`.
-    on_error
-        Deprecated: "raise" is `throw=True`, and "nan" is `throw=False`.
 
     Notes
     -----
@@ -401,22 +396,4 @@ def pool(
     >>> print(f(None))
     [ 2. nan]
     """
-    return Pool(resolve(comm), schedule, throws("pool", throw, on_error))
-
-
-def throws(function: str, throw: bool, on_error: OnError | None) -> bool:
-    """Return `throw`, or the value of the deprecated `on_error` if it is given."""
-    if on_error is None:
-        return throw
-    if on_error not in ("raise", "nan"):
-        raise ValueError(
-            f'{function}: on_error is deprecated and must be "raise" or "nan", got '
-            f"{on_error!r}. Use throw=True or throw=False."
-        )
-    warnings.warn(
-        f"{function}: on_error={on_error!r} is now throw={on_error == 'raise'}. Use throw: the old "
-        "name works in this release only.",
-        FutureWarning,
-        stacklevel=3,
-    )
-    return on_error == "raise"
+    return Pool(resolve(comm), schedule, throw)

@@ -25,7 +25,7 @@ from mpigrad.communicator import BlockingCall, Communicator, resolve
 from mpigrad.jobs.context import JobFunction
 from mpigrad.jobs.failures import drop_caught
 from mpigrad.jobs.items import Data
-from mpigrad.jobs.pool import OnError, Pool, throws
+from mpigrad.jobs.pool import Pool
 from mpigrad.jobs.schedules import Schedule, Static
 from mpigrad.operations.collectives import bcast
 from mpigrad.operations.custom import custom_operation
@@ -242,7 +242,6 @@ def root_pool(
     comm: Communicator | None = None,
     schedule: Schedule = Static(),  # noqa: B008  frozen
     throw: bool = True,
-    on_error: OnError | None = None,
 ) -> Iterator[RootPool | None]:
     """Open a pool for a program that only rank 0 runs (collective).
 
@@ -255,7 +254,7 @@ def root_pool(
     functions
         The functions that the root will map, the same on all ranks. A function at the top level of
         a module, which all ranks can import, need not be given.
-    comm, schedule, throw, on_error
+    comm, schedule, throw
         As for `pool`.
 
     Returns
@@ -290,7 +289,6 @@ def root_pool(
     ...         print(f"{x:.3f}")
     3.000
     """
-    throw = throws("root_pool", throw, on_error)
     comm = resolve(comm)
     if comm.slot in _active:
         raise RuntimeError(

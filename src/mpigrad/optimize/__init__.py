@@ -1,6 +1,5 @@
 """Optimizers of unknowns that are replicated or sharded over ranks."""
 
-from mpigrad._renamed import old_names
 from mpigrad.optimize.adam import Adam
 from mpigrad.optimize.continuation import continuation
 from mpigrad.optimize.gradient_transformation import Optax
@@ -50,5 +49,3 @@ __all__ = [
     "multi_start",
     "root_driven",
 ]
-
-__getattr__ = old_names(__name__)

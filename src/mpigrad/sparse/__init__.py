@@ -1,6 +1,5 @@
 """Distributed sparse matrices and solves, differentiable in values and right-hand sides."""
 
-from mpigrad._renamed import old_names
 from mpigrad.solution import Result, Solution
 from mpigrad.sparse.matrix.ghost_exchange import GhostExchange
 from mpigrad.sparse.matrix.matrix import Matrix
@@ -55,5 +54,3 @@ __all__ = [
     "sparse_jacobian",
     "why_no_hypre",
 ]
-
-__getattr__ = old_names(__name__)

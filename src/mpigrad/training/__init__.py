@@ -14,7 +14,6 @@ Examples
 80 3.0
 """
 
-from mpigrad._renamed import old_names
 from mpigrad.training.batches import Batches
 from mpigrad.training.flat_buffer import FlatBuffer, Parameter
 from mpigrad.training.history import History, Span, StepRecord
@@ -45,5 +44,3 @@ __all__ = [
     "mean",
     "trainer",
 ]
-
-__getattr__ = old_names(__name__)

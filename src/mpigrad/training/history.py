@@ -5,7 +5,6 @@ from __future__ import annotations
 import collections
 import dataclasses
 import math
-import warnings
 
 __all__ = ["History", "Span", "StepRecord"]
 
@@ -108,14 +107,3 @@ class History:
         """The count of gradients for each staleness."""
         counts = collections.Counter(s for record in self.records for s in record.staleness)
         return dict(sorted(counts.items()))
-
-    @property
-    def asked_to_end(self) -> bool:
-        """The old name of `interrupted`, which works in this release only."""
-        warnings.warn(
-            "History.asked_to_end is now called History.interrupted. Use the new name: the old one "
-            "works in this release only.",
-            FutureWarning,
-            stacklevel=2,
-        )
-        return self.interrupted
