@@ -227,7 +227,7 @@ CASES: dict[str, Case] = {
     "solve, BoxMG": _solve_on_a_grid,
     "newton": _newton,
     "minimize, LBFGS": lambda n, c: _minimize(mg.optimize.LBFGS(), n, c),
-    "minimize, Adam": lambda n, c: _minimize(mg.optimize.Adam(0.1), n, c),
+    "minimize, Optax": lambda n, c: _minimize(mg.optimize.Optax(optax.adam(0.1)), n, c),
     "Pool.map": _map,
     "fem.box": lambda n, c: mg.fem.box((n, 4), (2.0, 1.0), comm=c),
     "fem.Space": lambda n, c: _energy(n, c)[0],

@@ -43,7 +43,7 @@ LIMITS = {
     "solve, BoxMG": (6, 5),
     "newton": (4, 1),
     "minimize, LBFGS": (9, 8),
-    "minimize, Adam": (6, 5),
+    "minimize, Optax": (6, 5),
     "Pool.map": (8, 1),
     "fem.box": (0, 0),
     "fem.Space": (0, 0),

@@ -62,7 +62,6 @@ class Result(enum.IntEnum):
     NO_DECREASE = 12, "the line search found no smaller loss"
     STOPPED = 13, "the callback stopped it"
     INTERRUPTED = 14, "a signal asked for the end"
-    SCIPY_FAILED = 15, "SciPy's method ended without success"
     INACCURATE = 16, "the residual of the vector that the solver returned is above the tolerance"
     TOO_LARGE = 17, "the solution is too large for its dtype"
     INCONSISTENT = 18, "the right-hand side is not in the range of the singular matrix"

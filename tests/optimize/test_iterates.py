@@ -3,17 +3,18 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 import mpigrad as mg
-from mpigrad.optimize import LBFGS, LBFGSB, Adam, NewtonCG, NonlinearCG, Result, minimize
+from mpigrad.optimize import LBFGS, LBFGSB, NewtonCG, NonlinearCG, Optax, Result, minimize
 from mpigrad.optimize.unknowns import dot
 
 METHODS = {
     "L-BFGS": LBFGS(memory=4),
     "HZ": NonlinearCG("HZ"),
     "PR+": NonlinearCG("PR+"),
-    "Adam": Adam(0.1, clip=100.0),
+    "Adam": Optax(optax.adam(0.1), clip=100.0, elementwise=True),
     "Newton": NewtonCG(),
     "L-BFGS-B": LBFGSB(bounds=(-1.0, 1.05), memory=4),  # the start is moved onto the bounds
 }

@@ -108,12 +108,12 @@ def test_continuation_continues_after_a_restart(
         optimize.continuation,
         [wavy(0.0), wavy(0.3)],
         np.full(4, 3.0),
-        [optimize.SciPy("L-BFGS-B"), optimize.LBFGS(memory=4)],
+        [optimize.LBFGSB(bounds=(-9.0, 9.0)), optimize.LBFGS(memory=4)],
         transfer=finer,
         replicated=True,
         checkpoint=Checkpoint(directory / "saved", every=1, resume=True),
     )
-    # The first run is stopped in each stage; SciPy starts again from its last point.
+    # The first run is stopped in each stage.
     (stopped,) = run(callback=lambda record, x: record.iteration == 1)
     assert stopped.result is optimize.Result.STOPPED
     first, second = run(callback=lambda record, x: record.iteration == 1 and x.size == 8)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
-from mpigrad.optimize import LBFGS, LBFGSB, Adam, GaussNewton, NewtonCG, NonlinearCG, minimize
+from mpigrad.optimize import LBFGS, LBFGSB, GaussNewton, NewtonCG, NonlinearCG, Optax, minimize
 
 HOW = {"loss": "replicated", "replicated": True, "max_steps": 30}
 
@@ -37,11 +38,17 @@ def test_a_first_step_that_rounding_would_hide(method, comm):
     np.testing.assert_allclose(found / unit, 1.0, rtol=1e-3)
 
 
-@pytest.mark.parametrize("method", [LBFGS(), NewtonCG(), Adam()])
+@pytest.mark.parametrize("method", [LBFGS(), NewtonCG(), Optax(optax.adam(0.1))])
 @pytest.mark.parametrize("power", [-600, 600])
 def test_squares_of_the_gradient_that_vanish_or_overflow(method, power, comm):
     with pytest.raises(ValueError, match=r"largest entry of the gradient .* Multiply f|Divide f"):
         minimize(lambda x: valley(x) * 2.0**power, start(), method, comm=comm, **HOW)
+
+
+def test_squares_that_overflow_in_a_transformation_of_optax(comm):
+    method, unit = Optax(optax.adam(0.1)), jnp.float32(1e30)
+    with pytest.raises(ValueError, match=r"the step is zero.*Divide f by a number near .*e\+30"):
+        minimize(lambda x: valley(x) * unit, start("float32"), method, comm=comm, **HOW)
 
 
 def test_a_start_that_has_converged_may_have_any_scale(comm):

@@ -1,6 +1,5 @@
 """Optimizers of unknowns that are replicated or sharded over ranks."""
 
-from mpigrad.optimize.adam import Adam
 from mpigrad.optimize.continuation import continuation
 from mpigrad.optimize.gradient_transformation import Optax
 from mpigrad.optimize.inner_product import clip_by_global_norm, global_norm, inner_products
@@ -14,7 +13,6 @@ from mpigrad.optimize.nonlinear_cg import NonlinearCG
 from mpigrad.optimize.objective import Objective, Point
 from mpigrad.optimize.record import MinimizeError, NotFiniteError, Record
 from mpigrad.optimize.root_worker import RootObjective, root_driven
-from mpigrad.optimize.scipy_methods import SciPy
 from mpigrad.optimize.trust_region import GaussNewton, NewtonCG
 from mpigrad.optimize.unknowns import Unknowns
 from mpigrad.solution import Result, Solution
@@ -22,7 +20,6 @@ from mpigrad.solution import Result, Solution
 __all__ = [
     "LBFGS",
     "LBFGSB",
-    "Adam",
     "GaussNewton",
     "Method",
     "MinimizeError",
@@ -36,7 +33,6 @@ __all__ = [
     "Record",
     "Result",
     "RootObjective",
-    "SciPy",
     "Solution",
     "State",
     "StrongWolfe",

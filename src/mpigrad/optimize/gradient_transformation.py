@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
+import math
 from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from mpigrad.collective_errors import raise_on_all_ranks
-from mpigrad.grid.grid import Grid
 from mpigrad.operations import bcast
-from mpigrad.optimize.elementwise import REPLICATED, UNIFORM, join_marks, propagate_marks
 from mpigrad.optimize.method import Method
 from mpigrad.optimize.objective import Objective
 from mpigrad.optimize.unknowns import Unknowns, Vector
@@ -41,11 +38,9 @@ class Optax(Method):
     """A gradient transformation of optax. A record's `step` is the two-norm of the step.
 
     The transformation is applied to trees of the structure of x0, with replicated leaves whole.
-    Each rank applies it to its own part of the sharded leaves, so it must be elementwise there
-    (adam, sgd, rmsprop, ...). A transformation that mixes elements of sharded leaves, for example
-    by their norm or by sums over rows, is rejected. With `optax.multi_transform` or `optax.masked`
-    the rule applies only to the transformations of sharded leaves. To clip the gradient use `clip`
-    instead of optax's `clip_by_global_norm`.
+    Each rank applies it to its own part of the sharded leaves, so it must be elementwise there, as
+    adam, adamw, sgd, rmsprop and lion are. With `optax.multi_transform` or `optax.masked` the rule
+    applies only to the transformations of sharded leaves.
 
     Attributes
     ----------
@@ -54,10 +49,11 @@ class Optax(Method):
         It may take the loss as `value`.
     clip
         Gradients with a larger two-norm, over all unknowns of all ranks, are scaled to this norm.
+        Optax's `clip_by_global_norm` has another norm on each rank for sharded leaves.
     elementwise
-        True promises that the transformation is elementwise on sharded leaves, and skips the
-        check. Use it for a transformation that the check rejects although it is elementwise. If
-        the promise is false, the steps are wrong and no error is raised.
+        True promises that the transformation is elementwise on sharded leaves. Without the
+        promise, sharded unknowns are an error. If it is false, the steps are wrong and no error is
+        raised.
 
     Examples
     --------
@@ -91,13 +87,16 @@ class Optax(Method):
             raise ValueError(f"Optax: clip must be positive, got {self.clip}")
 
     def check(self, unknowns: Unknowns) -> None:
-        comm = unknowns.comm
-        checked = bool(unknowns.sharded) and comm.size > 1 and not self.elementwise
-        rows = [unknowns.shapes[i].shape[0] for i in unknowns.sharded if unknowns.kinds[i] is True]
-        rows = np.sum(comm.mpi.allgather(rows), axis=0, dtype=int).tolist()
-        with raise_on_all_ranks(comm):
+        if unknowns.sharded and not self.elementwise:
+            raise ValueError(
+                "Optax: each rank has only its own part of sharded unknowns, so the transformation "
+                "must be elementwise there. If it is, as adam, adamw, sgd, rmsprop and lion are, "
+                "give elementwise=True. Instead of clip_by_global_norm use Optax(..., clip=), and "
+                "optax.multi_transform for transformations that need a norm of replicated leaves."
+            )
+        with raise_on_all_ranks(unknowns.comm):
             try:
-                mixed = self._mixed(unknowns, unknowns.shapes)
+                self._try(unknowns)
             except Exception as error:
                 raise TypeError(
                     "Optax: the transformation cannot be applied to these unknowns "
@@ -105,20 +104,19 @@ class Optax(Method):
                     "the unknowns, value= and grad=, and masks and labels must fit x0. Instead of "
                     "optax.lbfgs use LBFGS(), which has its own line search."
                 ) from error
-            if checked and not mixed:
-                # Check it also with the shapes that one rank would have. That may fail if the
-                # transformation contains arrays of this rank's shapes.
-                with contextlib.suppress(Exception):
-                    mixed = self._mixed(unknowns, _global_shapes(unknowns, rows))
-            if checked and mixed:
-                raise ValueError(
-                    "Optax: the transformation is not elementwise on sharded unknowns, of which "
-                    f"each rank has only its own part: {', '.join(mixed)}. Use Optax(..., clip=) "
-                    "instead of clip_by_global_norm, LBFGS() instead of optax.lbfgs, a "
-                    "transformation such as adam for sharded leaves (with optax.multi_transform "
-                    "any transformation for the others), or replicated unknowns. If you know that "
-                    "it is elementwise, give elementwise=True."
-                )
+
+    def _try(self, unknowns: Unknowns) -> None:
+        """Trace the transformation, without computing it."""
+        import optax
+
+        update = optax.with_extra_args_support(self.transformation).update
+
+        def first_update(x: Any, value: Any) -> Any:
+            return update(x, self.transformation.init(x), x, value=value, grad=x)[0]
+
+        x = jax.tree.unflatten(unknowns.structure, unknowns.shapes)
+        value = jax.ShapeDtypeStruct((), jnp.result_type(float))
+        unknowns.structure.flatten_up_to(jax.eval_shape(first_update, x, value))
 
     def start(self, objective: Objective, x: Vector) -> OptaxState:
         point = objective.evaluate(x)
@@ -133,6 +131,13 @@ class Optax(Method):
             scale = self.clip / state.gradient_norm
         program = objective.unknowns.compiled(self._update)
         direction, length, inner = program(state.inner, state.x, state.gradient, state.loss, scale)
+        norm = scale * state.gradient_norm
+        largest = min((float(jnp.finfo(part.dtype).max) for part in state.x), default=math.inf)
+        if float(length) == 0 and norm > math.sqrt(largest):
+            raise ValueError(
+                "Optax: the step is zero, because squares of the gradient, whose norm is "
+                f"{norm:.0e}, overflow. Divide f by a number near {norm:.0e}, or give clip."
+            )
         point = objective.evaluate_along(state.x, direction, 1.0)
         return OptaxState(point.x, point.gradient, point.loss, point.norm, float(length), inner)
 
@@ -168,48 +173,6 @@ class Optax(Method):
             is_leaf=masked,
         )
 
-    def _mixed(self, unknowns: Unknowns, shapes: list[Any]) -> list[str]:
-        """Return the names of the sharded unknowns whose elements the transformation mixes.
-
-        The transformation is traced with these shapes and not computed. It is traced on one rank,
-        too, so that errors in it are found there.
-        """
-        import optax
-
-        update = optax.with_extra_args_support(self.transformation).update
-
-        def changed(tree: Any, inner: Any, x: Any, value: Any) -> Any:
-            return update(tree, inner, x, value=value, grad=tree)
-
-        x = jax.tree.unflatten(unknowns.structure, shapes)
-        init, inner = jax.make_jaxpr(self.transformation.init, return_shape=True)(x)
-        value = jax.ShapeDtypeStruct((), jnp.result_type(float))
-        program, (updates, _) = jax.make_jaxpr(changed, return_shape=True)(x, inner, x, value)
-        unknowns.structure.flatten_up_to(updates)
-        if not unknowns.sharded or unknowns.comm.size == 1:
-            return []
-        kinds = jax.tree.leaves(self._kinds(unknowns, inner, shapes))
-        marks = [i if i in unknowns.sharded else REPLICATED for i in range(len(shapes))]
-        marks = [mark if shape.ndim else UNIFORM for mark, shape in zip(marks, shapes, strict=True)]
-        state = propagate_marks(init, marks)
-        while True:  # each mark changes at most twice
-            found = propagate_marks(program, [*marks, *state, *marks, UNIFORM])
-            found, after = found[: len(marks)], found[len(marks) :]
-            later = [join_marks(*pair) for pair in zip(state, after, strict=True)]
-            if later == state:
-                break
-            state = later
-        mixed = [
-            name
-            for name, mark, own in zip(unknowns.names, found, marks, strict=True)
-            if mark not in (UNIFORM, own)
-        ]
-        # Parts of the state that depend on sharded unknowns but would count as replicated.
-        lost = any(
-            isinstance(mark, int) and kind is False for mark, kind in zip(state, kinds, strict=True)
-        )
-        return mixed + ["its state"] * lost
-
     def _update(
         self, unknowns: Unknowns, inner: Any, x: Vector, gradient: Vector, loss: Any, scale: Any
     ) -> tuple[Vector, Any, Any]:
@@ -231,19 +194,3 @@ class Optax(Method):
             inner = jax.tree.unflatten(structure, leaves)
         direction = unknowns.vector(updates)
         return direction, jnp.sqrt(unknowns.products((direction, direction))[0]), inner
-
-
-def _global_shapes(unknowns: Unknowns, rows: list[int]) -> list[Any]:
-    """Return the shapes of the unknowns of all ranks.
-
-    `rows` are the counts of rows of the leaves that are sharded along axis 0.
-    """
-    shapes, remaining = list(unknowns.shapes), iter(rows)
-    for i in unknowns.sharded:
-        kind, shape = unknowns.kinds[i], shapes[i].shape
-        if isinstance(kind, Grid):
-            whole = (*shape[: len(shape) - kind.ndim], *kind.shape)
-        else:
-            whole = (next(remaining), *shape[1:])
-        shapes[i] = jax.ShapeDtypeStruct(whole, shapes[i].dtype)
-    return shapes

@@ -67,8 +67,7 @@ def minimize(
     x0
         The first point: a pytree of floats and arrays of float32 or float64.
     method
-        `LBFGS()`, `NonlinearCG()`, `Adam()`, `Optax(...)`, `GaussNewton()`, `NewtonCG()` or
-        `SciPy(...)`.
+        `LBFGS()`, `LBFGSB(...)`, `NonlinearCG()`, `NewtonCG()`, `GaussNewton()` or `Optax(...)`.
     sharded
         A wrong declaration gives wrong results without an error: tiles that are declared as copies
         of one array are averaged over the ranks. So on several ranks every array must be declared,
@@ -91,15 +90,15 @@ def minimize(
     ftol
         Stop if an iteration reduces the loss by no more than `ftol` times the loss.
     throw
-        Raise an error if the run fails: `Result.NOT_FINITE` or `Result.SCIPY_FAILED`. All other
-        results are ends that the caller asked for or must expect, and never raise. With False the
-        caller reads `Solution.result`.
+        Raise an error if the run fails: `Result.NOT_FINITE`. All other results are ends that the
+        caller asked for or must expect, and never raise. With False the caller reads
+        `Solution.result`.
     guesses
         `sparse.Guesses` for the solves in f, or a pytree of them. Then f(x, guesses) returns (loss,
         guesses after its solves). Each evaluation starts its solves, and their adjoint solves, from
         those of the evaluations before. They are saved with the state.
     batch
-        iteration -> second argument of f in this iteration, for `Adam` and `Optax`, whose steps
+        iteration -> second argument of f in this iteration, for `Optax`, whose steps
         may each use another batch. Each rank returns its own. It must depend on the index of the
         iteration only, so that a restarted run uses the same batches.
     callback
@@ -125,11 +124,11 @@ def minimize(
         `value` is the last point, a tree of the structure of x0 (of sharded leaves this rank's
         part). `state` is the state of the method. `result` is a `Result`:
 
-        - `SUCCESSFUL`: the gradient is small enough, or SciPy's own tolerances are met.
+        - `SUCCESSFUL`: the gradient is small enough.
         - `MAX_STEPS_REACHED`, `SMALL_DECREASE` (see `ftol`), `STOPPED` (by the callback) and
           `INTERRUPTED` (by a signal, with a checkpoint).
         - `NO_DECREASE`: the line search found no smaller loss, mostly because of rounding.
-        - `NOT_FINITE`, `SCIPY_FAILED`: the run failed.
+        - `NOT_FINITE`: the run failed.
 
         `stats` has `num_steps`, `evaluations` (values with gradients), `products` (of a Hessian
         with a vector), `loss`, `gradient_norm`, `history` (a tuple of `Record`) and
@@ -314,7 +313,6 @@ class _Run:
         while True:
             iteration = self.records[-1].iteration
             before = self.records[-2].loss if iteration > 0 else math.nan
-            ended: Result | None = getattr(state, "ended", None)
             result = None
             if not math.isfinite(state.loss):
                 result = Result.NOT_FINITE
@@ -322,8 +320,6 @@ class _Run:
                 result = Result.STOPPED
             elif state.gradient_norm <= enough:
                 result = Result.SUCCESSFUL
-            elif ended is not None:  # the method itself has ended
-                result = ended
             elif state.stuck:
                 result = Result.NO_DECREASE
             elif 0 <= before - state.loss <= ftol * abs(before) and ftol > 0:
@@ -500,7 +496,7 @@ def _check(method: Any, max_steps: Any, tolerances: tuple[float, ...], batch: An
     if batch is not None and not method.stochastic:
         raise ValueError(
             f"minimize: got batch with {type(method).__name__}, which compares the losses of "
-            "several iterations, so all of them must be losses of one function. Use Adam or Optax "
+            "several iterations, so all of them must be losses of one function. Use Optax "
             "with batches."
         )
     if not (isinstance(max_steps, int) and max_steps >= 0):

@@ -57,13 +57,6 @@ def raise_failure(solution: Solution) -> None:
             "throw=False.",
             solution,
         )
-    if solution.result is Result.SCIPY_FAILED:
-        raise MinimizeError(
-            f"minimize: SciPy's method ended without success after step {steps}, at the loss "
-            f"{loss}. The error has this point in its solution attribute. Use another method, "
-            "other options, or throw=False.",
-            solution,
-        )
 
 
 @dataclasses.dataclass(frozen=True)
