@@ -1,19 +1,12 @@
-"""Write meshes and fields as VTK unstructured grids: one piece for each rank, and an index.
-
-The format is described in "VTK XML Formats" of the VTK documentation. The values are appended to
-the XML in base64, because meshio misreads several arrays of raw bytes.
-"""
+"""Write meshes and fields as VTK unstructured grids: one piece for each rank, and an index."""
 
 from __future__ import annotations
 
-import base64
 import functools
-import itertools
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, BinaryIO
-from xml.sax.saxutils import quoteattr
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,8 +16,9 @@ from mpigrad.communicator import Communicator
 from mpigrad.fem.numbering import Numbering
 from mpigrad.fem.reference import reference_cell
 from mpigrad.io.paths import check_path
-from mpigrad.io.pieces import XML_ATTRIBUTES, write_pieces
+from mpigrad.io.pieces import write_pieces
 from mpigrad.io.tiles import check_name
+from mpigrad.io.vtk_xml import DataArray, index_text, write_piece
 
 __all__ = ["Grid", "vtk_order", "write_grid"]
 
@@ -81,32 +75,6 @@ def vtk_order(cell_type: str, degree: int) -> NDArray[np.intp]:
     return np.asarray(order)
 
 
-@dataclass(frozen=True)
-class _Array:
-    """An array of a piece, shape (n,) or (n, components)."""
-
-    name: str
-    values: NDArray[Any]
-
-    @property
-    def attributes(self) -> str:
-        kind = self.values.dtype.name.capitalize().replace("Uint", "UInt")
-        text = f'type="{kind}" Name={quoteattr(self.name)}'
-        if self.values.ndim == 2:
-            text += f' NumberOfComponents="{self.values.shape[1]}"'
-        return text
-
-    @property
-    def length(self) -> int:
-        """The number of characters of `text`."""
-        return 4 * (-(-(8 + self.values.nbytes) // 3))
-
-    def text(self) -> bytes:
-        """Return the size in bytes and the values, in base64."""
-        little = np.ascontiguousarray(self.values, self.values.dtype.newbyteorder("<"))
-        return base64.b64encode(little.nbytes.to_bytes(8, "little") + little.tobytes())
-
-
 def write_grid(
     function: str,
     path: str | os.PathLike[str],
@@ -144,23 +112,26 @@ def write_grid(
     coordinates[:, : grid.points.shape[1]] = grid.points[used]
     sections = {
         "PointData": [
-            _array(name, grid.nodes.append_ghosts(field)[used]) for name, field in at_points.items()
+            DataArray.of(name, grid.nodes.append_ghosts(field)[used])
+            for name, field in at_points.items()
         ],
-        "CellData": [_array(name, field) for name, field in at_cells.items()],
-        "Points": [_Array("Points", coordinates)],
+        "CellData": [DataArray.of(name, field) for name, field in at_cells.items()],
+        "Points": [DataArray("Points", coordinates)],
         "Cells": [
-            _Array("connectivity", connectivity.astype(np.int64).reshape(-1)),
-            _Array("offsets", width * np.arange(1, n_cells + 1, dtype=np.int64)),
-            _Array("types", np.full(n_cells, grid.vtk_type, np.uint8)),
+            DataArray("connectivity", connectivity.astype(np.int64).reshape(-1)),
+            DataArray("offsets", width * np.arange(1, n_cells + 1, dtype=np.int64)),
+            DataArray("types", np.full(n_cells, grid.vtk_type, np.uint8)),
         ],
     }
-    head = f'NumberOfPoints="{len(used)}" NumberOfCells="{n_cells}"'
+    piece = f'NumberOfPoints="{len(used)}" NumberOfCells="{n_cells}"'
     write_pieces(
         comm,
         path,
         ".vtu",
-        lambda file: _write_piece(file, head, sections),
-        lambda directory: _index(sections, directory, comm.size),
+        lambda file: write_piece(file, "UnstructuredGrid", "", piece, sections, "base64"),
+        lambda directory: index_text(
+            "UnstructuredGrid", 'GhostLevel="0"', ["{}"] * comm.size, sections, directory
+        ),
         directory="vtu-pieces",
     )
 
@@ -190,14 +161,6 @@ def _sort_by_shape(
     return points, cells
 
 
-def _array(name: str, values: NDArray[Any]) -> _Array:
-    if values.ndim == 2 and values.shape[1] == 1:
-        values = values[:, 0]
-    if values.ndim == 2 and values.shape[1] == 2:  # VTK's vectors have three components
-        values = np.concatenate([values, np.zeros_like(values[:, :1])], axis=1)
-    return _Array(name, values.astype(np.uint8) if values.dtype == bool else values)
-
-
 def _check(
     function: str, comm: Communicator, fields: Mapping[str, Any], rows: int, what: str
 ) -> dict[str, NDArray[Any]]:
@@ -221,43 +184,3 @@ def _check(
     kinds = [(name, str(a.dtype), a.shape[1:]) for name, a in arrays.items()]
     assert_same_on_all_ranks(comm, kinds, f"{function}: names, dtypes and components of fields")
     return arrays
-
-
-def _write_piece(file: BinaryIO, head: str, sections: Mapping[str, list[_Array]]) -> None:
-    """Write this rank's .vtu file."""
-    arrays = list(itertools.chain.from_iterable(sections.values()))
-    offsets = itertools.accumulate((array.length for array in arrays), initial=0)
-    text = []
-    for section, members in sections.items():
-        text.append(f"<{section}>")
-        text += [
-            f'<DataArray {array.attributes} format="appended" offset="{next(offsets)}"/>'
-            for array in members
-        ]
-        text.append(f"</{section}>")
-    elements = "\n".join(text)
-    file.write(
-        (
-            f'<?xml version="1.0"?>\n<VTKFile {XML_ATTRIBUTES.format("UnstructuredGrid")}>\n'
-            f"<UnstructuredGrid>\n<Piece {head}>\n{elements}\n</Piece>\n</UnstructuredGrid>\n"
-            '<AppendedData encoding="base64">\n_'
-        ).encode()
-    )
-    for array in arrays:
-        file.write(array.text())
-    file.write(b"\n</AppendedData>\n</VTKFile>\n")
-
-
-def _index(sections: Mapping[str, list[_Array]], directory: str, size: int) -> str:
-    """Return the text of the .pvtu file."""
-    text = []
-    for section in ("PointData", "CellData", "Points"):
-        text.append(f"<P{section}>")
-        text += [f"<PDataArray {array.attributes}/>" for array in sections[section]]
-        text.append(f"</P{section}>")
-    text += [f"<Piece Source={quoteattr(f'{directory}/{rank}.vtu')}/>" for rank in range(size)]
-    elements = "\n".join(text)
-    return (
-        f'<?xml version="1.0"?>\n<VTKFile {XML_ATTRIBUTES.format("PUnstructuredGrid")}>\n'
-        f'<PUnstructuredGrid GhostLevel="0">\n{elements}\n</PUnstructuredGrid>\n</VTKFile>\n'
-    )

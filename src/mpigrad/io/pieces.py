@@ -13,10 +13,7 @@ from mpigrad.communicator import Communicator
 from mpigrad.io.atomic_write import write_atomically
 from mpigrad.io.paths import try_to_remove
 
-__all__ = ["XML_ATTRIBUTES", "write_pieces"]
-
-# Attributes of the root of VTK's XML files, for a type of data.
-XML_ATTRIBUTES = 'type="{}" version="1.0" byte_order="LittleEndian" header_type="UInt64"'
+__all__ = ["write_pieces"]
 
 
 def write_pieces(

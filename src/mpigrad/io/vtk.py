@@ -1,26 +1,20 @@
-"""Write fields as VTK image data, which ParaView opens: one piece for each rank, and an index.
-
-The format is described in "VTK XML Formats" of the VTK documentation. The values are appended to
-the XML as raw little-endian bytes.
-"""
+"""Write fields as VTK image data, which ParaView opens: one piece for each rank, and an index."""
 
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import os
 from collections.abc import Mapping, Sequence
-from typing import Any, BinaryIO, Literal
-from xml.sax.saxutils import quoteattr
+from typing import Any, Literal
 
-import numpy as np
 from numpy.typing import NDArray
 
 from mpigrad.collective_errors import assert_same_on_all_ranks
 from mpigrad.grid import Grid
 from mpigrad.io.paths import check_path
-from mpigrad.io.pieces import XML_ATTRIBUTES, write_pieces
+from mpigrad.io.pieces import write_pieces
 from mpigrad.io.tiles import Slices, cells_from_all_ranks, check_fields, check_origin
+from mpigrad.io.vtk_xml import DataArray, index_text, write_piece
 
 __all__ = ["write_vtk"]
 
@@ -82,13 +76,22 @@ def write_vtk(
         arrays = {
             name: cells_from_all_ranks(grid, tile, image.slices) for name, tile in arrays.items()
         }
-    written = [_Array.of(name, values, grid.ndim) for name, values in arrays.items()]
+    data = {image.data: [_in_order(name, x, grid.ndim) for name, x in arrays.items()]}
+    whole = tuple(slice(0, n) for n in grid.shape)
+    extents = [f'Extent="{image.extent(image.slices(rank))}"' for rank in range(comm.size)]
+    attributes = image.attributes(image.slices(comm.rank))
     write_pieces(
         comm,
         path,
         ".vti",
-        lambda file: _write_piece(file, image, written),
-        lambda directory: _index(image, written, directory),
+        lambda file: write_piece(file, "ImageData", attributes, extents[comm.rank], data, "raw"),
+        lambda directory: index_text(
+            "ImageData",
+            f'{image.attributes(whole)} GhostLevel="0"',
+            [f"{extent} {{}}" for extent in extents],
+            data,
+            directory,
+        ),
     )
 
 
@@ -134,72 +137,8 @@ class _Image:
         return "CellData" if self.at == "cells" else "PointData"
 
 
-@dataclasses.dataclass(frozen=True)
-class _Array:
-    """A field of this rank, with its last axis for components."""
-
-    name: str
-    values: NDArray[Any]
-
-    @classmethod
-    def of(cls, name: str, values: NDArray[Any], ndim: int) -> _Array:
-        """Return the array of a tile of shape (lx, ly) or (lx, ly, components)."""
-        if values.ndim == ndim:
-            values = values[..., None]
-        elif values.shape[-1] == 2:
-            values = np.concatenate([values, np.zeros_like(values[..., :1])], axis=-1)
-        return cls(name, values.view(np.uint8) if values.dtype == bool else values)
-
-    @property
-    def attributes(self) -> str:
-        """The attributes of the element of the array."""
-        kind = self.values.dtype.name.capitalize().replace("Uint", "UInt")
-        return (
-            f'type="{kind}" Name={quoteattr(self.name)} '
-            f'NumberOfComponents="{self.values.shape[-1]}"'
-        )
-
-    def bytes(self) -> memoryview:
-        """Return the values in VTK's order, in which x varies fastest."""
-        cells = range(self.values.ndim - 1)
-        ordered = self.values.transpose(*reversed(cells), self.values.ndim - 1)
-        kind = ordered.dtype.newbyteorder("<")
-        return np.ascontiguousarray(ordered, kind).reshape(-1).view(np.uint8).data
-
-
-def _write_piece(file: BinaryIO, image: _Image, arrays: Sequence[_Array]) -> None:
-    """Write this rank's .vti file. Each array follows its size in bytes."""
-    slices = image.slices(image.grid.comm.rank)
-    sizes = [array.values.nbytes for array in arrays]
-    offsets = itertools.accumulate((8 + size for size in sizes), initial=0)
-    elements = "\n".join(
-        f'<DataArray {array.attributes} format="appended" offset="{offset}"/>'
-        for array, offset in zip(arrays, offsets, strict=False)
-    )
-    header = (
-        f'<?xml version="1.0"?>\n<VTKFile {XML_ATTRIBUTES.format("ImageData")}>\n'
-        f'<ImageData {image.attributes(slices)}>\n<Piece Extent="{image.extent(slices)}">\n'
-        f"<{image.data}>\n{elements}\n</{image.data}>\n</Piece>\n</ImageData>\n"
-        '<AppendedData encoding="raw">\n_'
-    )
-    file.write(header.encode())
-    for array, size in zip(arrays, sizes, strict=True):
-        file.write(size.to_bytes(8, "little"))
-        file.write(array.bytes())
-    file.write(b"\n</AppendedData>\n</VTKFile>\n")
-
-
-def _index(image: _Image, arrays: Sequence[_Array], directory: str) -> str:
-    """Return the text of the .pvti file."""
-    whole = tuple(slice(0, n) for n in image.grid.shape)
-    elements = "\n".join(f"<PDataArray {array.attributes}/>" for array in arrays)
-    pieces = "\n".join(
-        f'<Piece Extent="{image.extent(image.slices(rank))}" '
-        f"Source={quoteattr(f'{directory}/{rank}.vti')}/>"
-        for rank in range(image.grid.comm.size)
-    )
-    return (
-        f'<?xml version="1.0"?>\n<VTKFile {XML_ATTRIBUTES.format("PImageData")}>\n'
-        f'<PImageData {image.attributes(whole)} GhostLevel="0">\n'
-        f"<P{image.data}>\n{elements}\n</P{image.data}>\n{pieces}\n</PImageData>\n</VTKFile>\n"
-    )
+def _in_order(name: str, values: NDArray[Any], ndim: int) -> DataArray:
+    """Return a tile, with or without components, in VTK's order: x varies fastest."""
+    components = values.shape[ndim:] or (1,)
+    axes = (*reversed(range(ndim)), *range(ndim, values.ndim))
+    return DataArray.of(name, values.transpose(axes).reshape(-1, *components))
