@@ -182,7 +182,7 @@ MUTATIONS = [
              3, "tests/fem/test_meshes.py::test_ghosts_are_read_and_added"),
     Mutation("fem/observation.py", "np.flatnonzero(best & (own_ids == lowest))", "np.flatnonzero(best)",
              3, "tests/fem/test_observation.py::test_cells_and_values_are_those_of_one_rank"),
-    Mutation("fem/geometry.py", '"eqji,ej->eqi", inverses', '"eqij,ej->eqi", inverses',
+    Mutation("fem/integrals.py", '"eqji,ej->eqi", inverses', '"eqij,ej->eqi", inverses',
              2, "tests/fem/test_fem_equations.py::test_forms_on_some_cells_add_up"),
     Mutation("fem/integrals.py", '"eqciC,eqai,eqb->eacbC"', '"eqciC,eqbi,eqa->eacbC"',
              3, "tests/fem/test_fem_equations.py::test_residual_and_jacobian_over_all_ranks"),

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from mpigrad import fem
-from mpigrad.fem.reference import reference_cell
+from mpigrad.fem.cells import reference_cell
 
 pytest.importorskip("basix", reason="of the extra fem")
 SHAPES = {

@@ -7,7 +7,7 @@ import pytest
 
 import mpigrad as mg
 from mpigrad import fem
-from mpigrad.fem.affine import is_affine
+from mpigrad.fem.tracing import is_affine
 
 
 def total(comm, x):

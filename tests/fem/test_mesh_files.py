@@ -8,7 +8,7 @@ import pytest
 from mesh_cases import SHAPES, assert_same_mesh, facets_in_file, in_file_order, mixed_up
 
 from mpigrad import fem
-from mpigrad.fem.reference import reference_cell
+from mpigrad.fem.cells import reference_cell
 
 meshio = pytest.importorskip("meshio")
 pytestmark = pytest.mark.ranks(1, 2, 3)

@@ -8,8 +8,8 @@ from mesh_cases import LENGTHS, SHAPES, assert_same_mesh, box_of, facets_in_file
 
 import mpigrad as mg
 from mpigrad import fem
-from mpigrad.fem.cell_checks import corner_jacobians
-from mpigrad.fem.reference import reference_cell
+from mpigrad.fem.cells import reference_cell
+from mpigrad.fem.piece import corner_jacobians
 
 COMM = mg.default_communicator()
 KINDS = list(SHAPES)

@@ -8,7 +8,7 @@ from mesh_cases import LENGTHS, SHAPES, mixed_up
 
 import mpigrad as mg
 from mpigrad import fem
-from mpigrad.fem.point_search import find_points
+from mpigrad.fem.observation import find_points
 
 KINDS = list(SHAPES)
 

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from mpigrad import fem
-from mpigrad.fem.partition import bisect_coordinates, partition_cells
-from mpigrad.fem.reference import reference_cell
+from mpigrad.fem.cells import reference_cell
+from mpigrad.fem.distribute import bisect_coordinates, partition_cells
 
 pytest.importorskip("basix", reason="of the extra fem")
 pytestmark = pytest.mark.ranks(1)

@@ -6,7 +6,7 @@ from mesh_cases import LENGTHS, SHAPES, box_of, in_file_order, mixed_up
 
 import mpigrad as mg
 from mpigrad import fem
-from mpigrad.fem.reference import reference_cell
+from mpigrad.fem.cells import reference_cell
 
 COMM = mg.default_communicator()
 KINDS = list(SHAPES)

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from mpigrad.fem.zeros import are_zero
+from mpigrad.fem.tracing import are_zero
 
 
 def energy(u, g, k):

@@ -9,17 +9,17 @@ if TYPE_CHECKING:
     from mpigrad.fem.distribute import distribute_mesh as distribute_mesh
     from mpigrad.fem.equation import Equation as Equation
     from mpigrad.fem.forms import Energy as Energy
+    from mpigrad.fem.forms import Nodal as Nodal
+    from mpigrad.fem.forms import PerCell as PerCell
+    from mpigrad.fem.forms import PerPoint as PerPoint
+    from mpigrad.fem.forms import Point as Point
     from mpigrad.fem.forms import WeakForm as WeakForm
     from mpigrad.fem.mesh import Facets as Facets
     from mpigrad.fem.mesh import Mesh as Mesh
+    from mpigrad.fem.mesh import PartitionReport as PartitionReport
     from mpigrad.fem.mesh_files import read_mesh as read_mesh
     from mpigrad.fem.numbering import Numbering as Numbering
     from mpigrad.fem.observation import Observation as Observation
-    from mpigrad.fem.parameters import Nodal as Nodal
-    from mpigrad.fem.parameters import PerCell as PerCell
-    from mpigrad.fem.parameters import PerPoint as PerPoint
-    from mpigrad.fem.partition_report import PartitionReport as PartitionReport
-    from mpigrad.fem.point import Point as Point
     from mpigrad.fem.solving import solve as solve
     from mpigrad.fem.space import Space as Space
     from mpigrad.fem.stepping import Motion as Motion
@@ -33,13 +33,13 @@ _NAMES = {
     "Facets": "mesh",
     "Mesh": "mesh",
     "Motion": "stepping",
-    "Nodal": "parameters",
+    "Nodal": "forms",
     "Numbering": "numbering",
     "Observation": "observation",
-    "PartitionReport": "partition_report",
-    "PerCell": "parameters",
-    "PerPoint": "parameters",
-    "Point": "point",
+    "PartitionReport": "mesh",
+    "PerCell": "forms",
+    "PerPoint": "forms",
+    "Point": "forms",
     "Space": "space",
     "WeakForm": "forms",
     "box": "boxes",

@@ -12,9 +12,9 @@ from numpy.typing import NDArray
 
 from mpigrad.collective_errors import assert_same_on_all_ranks, raise_on_all_ranks
 from mpigrad.communicator import Communicator, resolve
+from mpigrad.fem.cells import check_cell_type, reference_cell
 from mpigrad.fem.mesh import FacetTags, Mesh
 from mpigrad.fem.piece import Piece, build_mesh
-from mpigrad.fem.reference import check_cell_type, reference_cell
 
 __all__ = ["box"]
 

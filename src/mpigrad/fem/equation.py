@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from mpigrad.fem.cell_values import cell_values, sum_over_cells
+from mpigrad.fem.integrals import cell_values, sum_over_cells
 from mpigrad.fem.space import Space
 from mpigrad.operations.carrier import tie_in
 from mpigrad.operations.local_programs import as_array, jit_local

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import abc
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -12,17 +13,151 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from mpigrad.collective_errors import raise_on_all_ranks
-from mpigrad.fem.affine import is_affine
-from mpigrad.fem.cell_values import cell_values
 from mpigrad.fem.equation import Equation, Term
-from mpigrad.fem.integrals import Blocks, CellIntegral, FacetIntegral, Integral
+from mpigrad.fem.integrals import Blocks, CellIntegral, FacetIntegral, Integral, cell_values
 from mpigrad.fem.mesh import Facets
-from mpigrad.fem.parameters import Nodal, PerCell, PerPoint
-from mpigrad.fem.point import FieldAtPoint, Point
-from mpigrad.fem.pointwise import AtPoints, evaluate
 from mpigrad.fem.space import Space
+from mpigrad.fem.tracing import AtPoints, evaluate, is_affine
 
-__all__ = ["Energy", "Form", "WeakForm"]
+__all__ = [
+    "Energy",
+    "FieldAtPoint",
+    "Form",
+    "Nodal",
+    "PerCell",
+    "PerPoint",
+    "Point",
+    "WeakForm",
+]
+
+# ---- Points of cells and facets, as integrands see them ----
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Point:
+    """A point of a cell or a facet, as an integrand sees it.
+
+    Attributes
+    ----------
+    u
+        The value of the field: shape () for one component, else (components,).
+    grad
+        Its gradient: shape (dim,) for one component, else (components, dim): ∂u_c/∂x_i.
+    x
+        The coordinates, shape (dim,).
+    normal
+        The outward unit normal of the facet, shape (dim,). None in cells.
+
+    Examples
+    --------
+    >>> from mpigrad import fem
+    >>> space = fem.Space(fem.box((2, 2), (1.0, 1.0)))
+    >>> area = fem.Energy(space, lambda p: p.x[0])
+    >>> round(float(area().integral()), 6)
+    0.5
+    """
+
+    u: Any
+    grad: Any
+    x: Any
+    normal: Any = None
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class FieldAtPoint:
+    """A given field at a point, `u` and `grad`, in the shapes of `Point`."""
+
+    u: Any
+    grad: Any
+
+
+# ---- Parameters of integrands that differ from cell to cell or from point to point ----
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class PerCell:
+    """A parameter with one value for each cell of this rank, or each facet of a facet integral.
+
+    Attributes
+    ----------
+    values
+        Shape (n_cells, ...). The integrand gets shape (...).
+
+    Examples
+    --------
+    >>> import jax.numpy as jnp
+    >>> from mpigrad import fem
+    >>> space = fem.Space(fem.box((2, 1), (1.0, 1.0)))
+    >>> mass = fem.Energy(space, lambda p, density: density)
+    >>> float(mass(fem.PerCell(jnp.array([1.0, 3.0]))).integral())
+    2.0
+    """
+
+    values: Any
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class PerPoint:
+    """A parameter with one value for each quadrature point of each cell of this rank.
+
+    Attributes
+    ----------
+    values
+        Shape (n_cells, n_points, ...), for instance of the array `Energy.points`. The integrand
+        gets shape (...).
+
+    Examples
+    --------
+    >>> import jax.numpy as jnp
+    >>> from mpigrad import fem
+    >>> space = fem.Space(fem.box((2, 1), (1.0, 1.0)))
+    >>> mass = fem.Energy(space, lambda p, density: density)
+    >>> x = mass.points[:, :, 0]
+    >>> round(float(mass(fem.PerPoint(jnp.asarray(x))).integral()), 6)
+    0.5
+    """
+
+    values: Any
+
+
+@jax.tree_util.register_pytree_node_class
+@dataclass(frozen=True, eq=False)
+class Nodal:
+    """A parameter that is a field. The integrand gets its value and gradient: `.u` and `.grad`.
+
+    Attributes
+    ----------
+    space
+        A space on the same mesh.
+    values
+        A field of this space, shape (n_local,) or (n_local, components).
+
+    Examples
+    --------
+    >>> from mpigrad import fem
+    >>> space = fem.Space(fem.box((4, 4), (1.0, 1.0)))
+    >>> distance = fem.Energy(space, lambda p, old: (p.u - old.u) ** 2)
+    >>> u, old = space.interpolate(lambda x: x[:, 0]), space.interpolate(lambda x: x[:, 0] - 2)
+    >>> round(float(distance(fem.Nodal(space, old)).integral(u)), 5)
+    4.0
+    """
+
+    space: Space
+    values: Any
+
+    def tree_flatten(self) -> tuple[tuple[Any], Space]:
+        return (self.values,), self.space
+
+    @classmethod
+    def tree_unflatten(cls, space: Space, children: tuple[Any]) -> Nodal:
+        return cls(space, *children)
+
+
+# ---- Integrals over cells and facets as functions of a field: energies and weak forms ----
 
 
 @jax.tree_util.register_pytree_node_class

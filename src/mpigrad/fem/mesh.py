@@ -9,19 +9,276 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from mpigrad.collective_errors import raise_on_all_ranks
-from mpigrad.communicator import Communicator
-from mpigrad.fem.facet_table import FacetTable, make_facet_table
-from mpigrad.fem.file_order import FileOrder
-from mpigrad.fem.numbering import Numbering
-from mpigrad.fem.partition_report import PartitionReport, make_report
-from mpigrad.fem.reference import reference_cell
+from mpigrad.collective_errors import raise_error, raise_on_all_ranks
+from mpigrad.communicator import Communicator, check_rank
+from mpigrad.fem.cells import reference_cell
+from mpigrad.fem.numbering import Numbering, Route, group_rows
 from mpigrad.fem.write import Grid, write_grid
+from mpigrad.operations import neighbor_alltoallv
+from mpigrad.operations.indexing import take
+from mpigrad.sparse.matrix.ghost_exchange import index_array
 
-__all__ = ["FacetTags", "Facets", "Mesh"]
+__all__ = [
+    "FacetTable",
+    "FacetTags",
+    "Facets",
+    "FileOrder",
+    "Mesh",
+    "PartitionReport",
+    "make_facet_table",
+    "make_report",
+    "match_facets",
+]
+
+# ---- Values in the order of a file on one rank, and in the order of the ranks: differentiable
+
+
+@dataclass(frozen=True)
+class _Orders:
+    """On the root: the ids of all ranks in a row, and the position of each id in it."""
+
+    counts: tuple[int, ...]
+    ids: jax.Array
+    places: jax.Array
+
+
+class FileOrder:
+    """Translate between the numbers of a file, on one rank, and entries of all ranks.
+
+    Parameters
+    ----------
+    comm
+        The communicator.
+    ids
+        The number in the file of each entry of this rank, shape (n_local,), int64.
+    """
+
+    def __init__(self, comm: Communicator, ids: NDArray[np.int64]) -> None:
+        self.comm = comm
+        self.ids = ids
+        self._orders: dict[int, _Orders] = {}
+
+    def scatter(self, x: Any, root: int, function: str) -> jax.Array:
+        """Return this rank's rows of the root's array (collective)."""
+        root = check_rank(root, self.comm, f"{function}: root")
+        orders = self._of(root)
+        x = jnp.asarray(x)
+        n = sum(orders.counts)
+        if x.ndim == 0 or (self.comm.rank == root and x.shape[0] != n):
+            raise ValueError(
+                f"{function}: x must have {n} rows on the root, got shape {x.shape} on rank "
+                f"{self.comm.rank}. Give one row for each entry of the file."
+            )
+        own = (len(self.ids),)
+        if self.comm.rank == root:
+            received = [n if rank == root else 0 for rank, n in enumerate(orders.counts)]
+            neighbors = range(self.comm.size)
+            return neighbor_alltoallv(
+                take(x, orders.ids, unique=True), neighbors, orders.counts, received, self.comm
+            )
+        return neighbor_alltoallv(x[:0], (root,), (0,), own, self.comm)
+
+    def gather(self, x: Any, root: int, function: str) -> jax.Array:
+        """Return the rows of all ranks in the order of the file on the root (collective)."""
+        root = check_rank(root, self.comm, f"{function}: root")
+        orders = self._of(root)
+        x = jnp.asarray(x)
+        own = len(self.ids)
+        if x.ndim == 0 or x.shape[0] != own:
+            raise ValueError(
+                f"{function}: x must have {own} rows, got shape {x.shape} on rank "
+                f"{self.comm.rank}. Give one row for each entry of this rank."
+            )
+        if self.comm.rank == root:
+            sent = [own if rank == root else 0 for rank in range(self.comm.size)]
+            rows = neighbor_alltoallv(x, range(self.comm.size), sent, orders.counts, self.comm)
+            return take(rows, orders.places, unique=True)
+        return neighbor_alltoallv(x, (root,), (own,), (0,), self.comm)
+
+    def _of(self, root: int) -> _Orders:
+        """Gather the ids of all ranks on the root at the first use (collective)."""
+        if root not in self._orders:
+            parts = self.comm.mpi.gather(self.ids, root)
+            if parts is None:
+                empty = index_array(np.zeros(0, np.int64))
+                self._orders[root] = _Orders((), empty, empty)
+            else:
+                ids = np.concatenate(parts)
+                self._orders[root] = _Orders(
+                    tuple(map(len, parts)), index_array(ids), index_array(np.argsort(ids))
+                )
+        return self._orders[root]
+
+
+# ---- Count what a division of a mesh gives to each rank ----
+
+
+@dataclass(frozen=True)
+class PartitionReport:
+    """Numbers of a divided mesh, the same on all ranks. Printing it shows a table.
+
+    Attributes
+    ----------
+    method
+        The method that has divided the cells.
+    cells, vertices, ghosts, neighbors
+        For each rank: its cells, its own vertices, its ghosts, and the ranks with which it
+        exchanges values of vertices, shape (size,).
+    n_cut
+        The number of facets between cells of different ranks.
+
+    Examples
+    --------
+    >>> from mpigrad import fem
+    >>> report = fem.box((4, 4), (1.0, 1.0)).partition_report()
+    >>> report.cells.tolist(), report.n_cut, report.imbalance
+    ([16], 0, 1.0)
+    """
+
+    method: str
+    cells: NDArray[np.int64]
+    vertices: NDArray[np.int64]
+    ghosts: NDArray[np.int64]
+    neighbors: NDArray[np.int64]
+    n_cut: int
+
+    @property
+    def imbalance(self) -> float:
+        """The largest number of cells of a rank, divided by the mean."""
+        return float(self.cells.max() / self.cells.mean())
+
+    def __str__(self) -> str:
+        lines = [
+            f"partition by {self.method}: {self.cells.sum()} cells, {self.n_cut} cut facets, "
+            f"imbalance {self.imbalance:.3f}",
+            f"{'rank':>6} {'cells':>10} {'vertices':>10} {'ghosts':>10} {'neighbours':>10}",
+        ]
+        rows = zip(self.cells, self.vertices, self.ghosts, self.neighbors, strict=True)
+        lines += [f"{rank:>6} {c:>10} {v:>10} {g:>10} {n:>10}" for rank, (c, v, g, n) in
+                  enumerate(rows)]  # fmt: skip
+        return "\n".join(lines)
+
+
+def make_report(
+    comm: Communicator, method: str, n_cells: int, vertices: Numbering, n_cut: int
+) -> PartitionReport:
+    """Gather the numbers of all ranks (collective)."""
+    own = (n_cells, vertices.n_local, vertices.n_ghosts, len(vertices.exchange.neighbors), n_cut)
+    table = np.asarray(comm.mpi.allgather(own), np.int64)
+    cells, n_local, ghosts, neighbors, cut = table.T
+    return PartitionReport(method, cells, n_local, ghosts, neighbors, int(cut.sum()) // 2)
+
+
+# ---- All facets of a rank's cells, and on how many cells of all ranks each of them lies ----
+
+
+def match_facets(
+    corners: NDArray[np.integer], n: int
+) -> tuple[NDArray[np.intp], NDArray[np.intp], NDArray[np.intp]]:
+    """Find equal facets among facets that are given by their corners.
+
+    Parameters
+    ----------
+    corners
+        Corners of shape (m, k), in any order within a row: integers from 0 to n - 1.
+
+    Returns
+    -------
+    first, second, count
+        For each different facet two rows that have it, or the same row twice, and the number of
+        rows.
+    """
+    # Three corners of a quadrilateral say which one it is.
+    order, starts = group_rows(np.sort(corners, axis=1)[:, :3], n)
+    return order[starts[:-1]], order[starts[1:] - 1], np.diff(starts)
+
+
+@dataclass(frozen=True)
+class FacetTable:
+    """The different facets of a rank's cells.
+
+    Attributes
+    ----------
+    cells, local_facets
+        For each facet the cell that it belongs to, or the cell of this rank that has it, and its
+        number in that cell, shape (k,).
+    is_boundary
+        True for each facet that is on one cell only, among the cells of all ranks, shape (k,).
+    is_local
+        True for each facet that belongs to a cell of this rank. A facet between two cells belongs
+        to the cell with the lower number in the file.
+    n_cut
+        The number of facets between a cell of this rank and a cell of another one.
+    """
+
+    cells: NDArray[np.int32]
+    local_facets: NDArray[np.int8]
+    is_boundary: NDArray[np.bool_]
+    is_local: NDArray[np.bool_]
+    n_cut: int
+
+
+def make_facet_table(
+    cells: NDArray[np.int32],
+    cell_ids: NDArray[np.int64],
+    vertices: Numbering,
+    cell_type: str,
+) -> FacetTable:
+    """Make the table of the facets of this rank's cells (collective)."""
+    comm = vertices.comm
+    table = reference_cell(cell_type).facets
+    n_facets = len(table)
+    corners = cells[:, table].reshape(-1, table.shape[1])
+    n = vertices.n_local + vertices.n_ghosts
+    first, second, count = match_facets(corners, n)
+    # The facet belongs to the cell with the lower number.
+    swap = cell_ids[second // n_facets] < cell_ids[first // n_facets]
+    row = np.where(swap, second, first)
+    cell = row // n_facets
+
+    # A facet whose corners are all shared may lie on cells of other ranks. The owner of its first
+    # vertex hears of it from all of them.
+    shared = np.zeros(n, bool)
+    shared[vertices.n_local :] = True
+    shared[np.asarray(vertices.exchange.send_index)] = True
+    near = np.flatnonzero(shared[corners[row]].all(axis=1))
+    numbers = np.sort(vertices.numbers[corners[row[near]]], axis=1)[:, :3]
+    route = Route(comm, vertices.owners(numbers[:, 0]))
+    heard = route.forward(np.column_stack([numbers, count[near], cell_ids[cell[near]]]))
+    order, starts = group_rows(heard[:, :-2], max(vertices.n_global, 1))
+    answer = np.empty((len(heard), 2), np.int64)
+    if len(heard):
+        sizes = np.diff(starts)
+        answer[order, 0] = np.repeat(np.add.reduceat(heard[order, -2], starts[:-1]), sizes)
+        answer[order, 1] = np.repeat(np.minimum.reduceat(heard[order, -1], starts[:-1]), sizes)
+    answer = route.back(answer)
+
+    error = None
+    total = count.copy()
+    total[near] = answer[:, 0]
+    if np.any(total > 2):
+        wrong = int(np.flatnonzero(total > 2)[0])
+        error = ValueError(
+            f"Mesh.facets: a facet must lie on one or two cells, got a facet of cell "
+            f"{cell_ids[cell[wrong]]} that lies on {total[wrong]} cells. Repair the mesh."
+        )
+    raise_error(comm, error)
+    is_local = np.ones(len(row), bool)
+    is_local[near] = answer[:, 1] == cell_ids[cell[near]]
+    return FacetTable(
+        cells=cell.astype(np.int32),
+        local_facets=(row % n_facets).astype(np.int8),
+        is_boundary=total == 1,
+        is_local=is_local,
+        n_cut=int(np.count_nonzero((total == 2) & (count == 1))),
+    )
+
+
+# ---- Meshes whose cells and vertices are distributed over ranks ----
 
 
 @dataclass(frozen=True, eq=False)

@@ -4,8 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import io
+import itertools
+import mmap
 import os
 import pathlib
+import re
+import shlex
+import struct
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -13,15 +21,177 @@ from numpy.typing import ArrayLike, NDArray
 
 from mpigrad.collective_errors import assert_same_on_all_ranks
 from mpigrad.communicator import Communicator, resolve
+from mpigrad.fem.cells import CELL_TYPES, import_package
 from mpigrad.fem.distribute import MeshArrays, distribute_arrays
-from mpigrad.fem.gmsh_groups import GmshGroups, has_partitions, read_gmsh_groups
-from mpigrad.fem.grouping import repeated_rows, row_groups
 from mpigrad.fem.mesh import Mesh
-from mpigrad.fem.packages import import_package
-from mpigrad.fem.reference import CELL_TYPES
-from mpigrad.fem.xml_meshes import check_content, check_file
+from mpigrad.fem.numbering import repeated_rows, row_groups
 
-__all__ = ["read_mesh"]
+__all__ = [
+    "GmshGroups",
+    "check_content",
+    "check_file",
+    "has_partitions",
+    "read_gmsh_groups",
+    "read_mesh",
+]
+
+# ---- Physical groups of gmsh's files, which meshio reads only in part ----
+#
+# meshio has one group for each name, and one tag for each block of cells. A file may have groups
+# of several dimensions with one name, and a cell may belong to several groups.
+
+
+@dataclass(frozen=True)
+class GmshGroups:
+    """The physical groups of a file.
+
+    Attributes
+    ----------
+    names
+        Dimension, tag and name of each group that has a name.
+    entities
+        The tags of each entity, by its dimension and number. None in format 2, which has one tag
+        for each cell.
+    """
+
+    names: tuple[tuple[int, int, str], ...]
+    entities: Mapping[tuple[int, int], tuple[int, ...]] | None
+
+
+def read_gmsh_groups(path: pathlib.Path) -> GmshGroups | None:
+    """Read the names and members of physical groups, None if the file is not one of gmsh."""
+    with path.open("rb") as file:
+        if file.readline().strip() != b"$MeshFormat":
+            return None
+        words = file.readline().split()
+        version, binary, size = words[0].decode(), int(words[1]) == 1, int(words[2])
+        with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
+            names = _names(_section(content, b"PhysicalNames").decode())
+            if version.startswith("2"):
+                return GmshGroups(names, None)
+            section = _section(content, b"Entities")
+    if not section:
+        return GmshGroups(names, {})
+    take = _binary_values(section, size) if binary else _ascii_values(section)
+    return GmshGroups(names, _entities(take, 3 if version == "4.1" else 6))
+
+
+def has_partitions(path: pathlib.Path) -> bool:
+    """Return True if gmsh has divided the mesh of a file into parts."""
+    with path.open("rb") as file:
+        return file.readline().strip() == b"$MeshFormat" and b"$PartitionedEntities" in file.read()
+
+
+def _section(content: mmap.mmap, name: bytes) -> bytes:
+    start = content.find(b"\n$" + name)
+    if start < 0:
+        return b""
+    start = content.find(b"\n", start + 1) + 1
+    return content[start : content.find(b"$End" + name, start)]
+
+
+def _names(section: str) -> tuple[tuple[int, int, str], ...]:
+    rows = [shlex.split(line) for line in section.splitlines()[1:] if line.strip()]
+    return tuple((int(dim), int(tag), name) for dim, tag, name in rows)
+
+
+def _entities(
+    take: Callable[[str, int], list[Any]], n_of_point: int
+) -> dict[tuple[int, int], tuple[int, ...]]:
+    """Return the tags of each entity.
+
+    Parameters
+    ----------
+    take
+        Returns the next values of a kind: "i" int, "n" a count, "d" double.
+    n_of_point
+        The number of coordinates of a point. Other entities have six, of a box.
+    """
+    tags = {}
+    for dim, count in enumerate(take("n", 4)):
+        for _ in range(count):
+            (entity,) = take("i", 1)
+            take("d", 6 if dim else n_of_point)
+            # A tag is negative if the group has the entity in the other direction.
+            tags[dim, entity] = tuple(abs(tag) for tag in take("i", take("n", 1)[0]))
+            if dim:
+                take("i", take("n", 1)[0])
+    return tags
+
+
+def _ascii_values(section: bytes) -> Callable[[str, int], list[Any]]:
+    words = iter(section.split())
+
+    def take(kind: str, n: int) -> list[Any]:
+        chosen = list(itertools.islice(words, n))
+        return chosen if kind == "d" else [int(word) for word in chosen]
+
+    return take
+
+
+def _binary_values(section: bytes, size: int) -> Callable[[str, int], list[Any]]:
+    place = 0
+    kinds = {"i": "i", "d": "d", "n": "Q" if size == 8 else "I"}
+
+    def take(kind: str, n: int) -> list[Any]:
+        nonlocal place
+        layout = f"={n}{kinds[kind]}"
+        values = struct.unpack_from(layout, section, place)
+        place += struct.calcsize(layout)
+        return list(values)
+
+    return take
+
+
+# ---- Check VTU and XDMF files for attributes that meshio does not apply ----
+
+
+_GHOSTS = "vtkGhostType"
+# Attributes of XDMF elements, and the values with which meshio reads what they say.
+_XDMF = {
+    "BaseOffset": ("0",),
+    "Order": (),
+    "Seek": ("0",),
+    "Compression": ("Raw",),
+    "Endian": ("Native", sys.byteorder.capitalize()),
+    "ItemType": ("Uniform",),
+}
+
+
+def check_file(function: str, path: pathlib.Path) -> None:
+    """Raise a ValueError of `function` if a file has an element that meshio leaves out."""
+    suffix = path.suffix.lower()
+    if suffix == ".vtu":
+        pieces = re.findall(rb'<Piece[^>]*NumberOfCells\s*=\s*["\']\s*(\d+)', path.read_bytes())
+        filled = [int(cells) for cells in pieces if int(cells)]
+        if len(filled) > 1:
+            raise ValueError(
+                f"{function}: expected one piece with cells in {path}, got {len(filled)} pieces. "
+                "Merge them into one."
+            )
+    if suffix in (".xdmf", ".xmf"):
+        text = path.read_text(encoding="utf-8", errors="replace")
+        for name, known in _XDMF.items():
+            for value in re.findall(rf'\b{name}\s*=\s*["\']([^"\']*)["\']', text):
+                if value not in known:
+                    raise ValueError(
+                        f'{function}: {path} has {name}="{value}", which the reader does not '
+                        "apply. Write the file without it."
+                    )
+
+
+def check_content(function: str, path: pathlib.Path, content: Any) -> None:
+    """Raise a ValueError of `function` if cells of a mesh that meshio has read are ghosts."""
+    ghosts = sum(int(np.count_nonzero(part)) for part in content.cell_data.get(_GHOSTS, ()))
+    if ghosts:
+        raise ValueError(
+            f"{function}: expected no ghost cells in {path}, got {ghosts} of them by the array "
+            f"{_GHOSTS}. Write the mesh without them."
+        )
+
+
+# ---- Read meshes from files of gmsh, VTK and XDMF ----
+
 
 _NAME = "fem.read_mesh"
 # Names of arrays with tags that programs write.

@@ -9,10 +9,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
+from mpi4py import MPI
+from numpy.typing import NDArray
+from scipy.sparse import coo_array
+from scipy.sparse.csgraph import connected_components
 
 from mpigrad.collective_errors import raise_on_all_ranks
 from mpigrad.fem.equation import Equation
-from mpigrad.fem.free_modes import free_modes
+from mpigrad.fem.mesh import Mesh
 from mpigrad.fem.space import Space
 from mpigrad.operations import require
 from mpigrad.operations.local_programs import as_array, jit_local
@@ -24,7 +28,132 @@ from mpigrad.sparse.solvers.base import LinearSolver
 from mpigrad.sparse.solvers.hypre_library import hypre_available
 from mpigrad.sparse.solvers.nullspace import as_nullspace, orthogonal
 
-__all__ = ["solve"]
+__all__ = [
+    "FreeMode",
+    "free_modes",
+    "pieces_of_cells",
+    "solve",
+]
+
+# ---- The pieces of a mesh that are not connected with each other ----
+
+
+def pieces_of_cells(mesh: Mesh) -> tuple[int, NDArray[np.int64]]:
+    """Return the number of pieces of a mesh, and the piece of each cell of this rank (collective).
+
+    Cells that share a vertex belong to one piece. Only the connections between pieces of ranks
+    travel.
+    """
+    vertices, comm = mesh.vertices, mesh.comm
+    n = len(mesh.points)
+    corners = mesh.cells.shape[1]
+    first = np.repeat(mesh.cells[:, 0], corners)
+    count, here = _components(first, mesh.cells.ravel(), n)
+    counts = comm.mpi.allgather(count)
+    here = here + sum(counts[: comm.rank])
+    owners = vertices.append_ghosts(here[: vertices.n_local])
+    links = np.unique(np.column_stack([here, owners])[vertices.n_local :], axis=0)
+    links = np.concatenate(comm.mpi.allgather(links)).reshape(-1, 2)
+    total, number = _components(links[:, 0], links[:, 1], sum(counts))
+    return total, number[here[mesh.cells[:, 0]]]
+
+
+def _components(
+    a: NDArray[np.integer], b: NDArray[np.integer], n: int
+) -> tuple[int, NDArray[np.int64]]:
+    """Return the number of components of a graph of n vertices, and the component of each one."""
+    graph = coo_array((np.ones(len(a), np.int8), (a, b)), shape=(n, n))
+    count, component = connected_components(graph, directed=False)
+    return int(count), component.astype(np.int64)
+
+
+# ---- Constants and rigid motions that Dirichlet conditions leave free ----
+
+
+@dataclasses.dataclass(frozen=True)
+class FreeMode:
+    """A field that is zero at all fixed unknowns.
+
+    Attributes
+    ----------
+    name
+        What it is, for an error.
+    values
+        A field of this rank, of the order of 1.
+    """
+
+    name: str
+    values: NDArray[np.float64]
+
+
+def free_modes(
+    space: Space, fixed: NDArray[np.bool_], rotations: bool | None = None
+) -> list[FreeMode]:
+    """Return constants and rotations that are zero where `fixed` is true (collective).
+
+    Each piece of the mesh is looked at for itself. By default there are rotations for fields with
+    as many components as the mesh has dimensions, which may be displacements.
+    """
+    if rotations is None:
+        rotations = space.components == space.mesh.dim
+    pieces = space.cached("pieces of nodes", lambda: _pieces_of_nodes(space))
+    modes = []
+    for nodes in pieces:
+        middle, length = _extent(space, nodes)
+        names, basis = _motions(space, nodes, (space.node_points - middle) / length, rotations)
+        rows = basis[:, fixed.reshape(-1)]
+        gram = np.empty((len(basis),) * 2)
+        space.mesh.comm.mpi.Allreduce(rows @ rows.T, gram)
+        size, vectors = np.linalg.eigh(gram)
+        place = ", ".join(f"{x:.3g}" for x in middle)
+        where = f" in the piece of the mesh around ({place})" if len(pieces) > 1 else ""
+        for vector in vectors.T[size <= 1e-10 * max(float(size[-1]), 1.0)]:
+            main = names[int(np.argmax(np.abs(vector)))]
+            pure = np.abs(vector).max() > 1 - 1e-8
+            name = main if pure else "a rigid motion"
+            modes.append(FreeMode(name + where, (vector @ basis).reshape(space.shape)))
+    return modes
+
+
+def _extent(space: Space, nodes: NDArray[np.bool_]) -> tuple[NDArray[np.float64], float]:
+    """Return the middle of the box around a piece, and its longest side."""
+    points = space.node_points[: space.nodes.n_local][nodes]
+    ends = np.stack([np.min(points, 0, initial=np.inf), np.min(-points, 0, initial=np.inf)])
+    space.mesh.comm.mpi.Allreduce(MPI.IN_PLACE, ends, MPI.MIN)
+    return (ends[0] - ends[1]) / 2, float(np.max(-ends[1] - ends[0]))
+
+
+def _motions(
+    space: Space, nodes: NDArray[np.bool_], x: NDArray[np.float64], rotations: bool
+) -> tuple[list[str], NDArray[np.float64]]:
+    """Return names and values of the motions of a piece, shape (motions, unknowns)."""
+    components, dim = space.components, space.mesh.dim
+    names = [f"a constant in component {c}" for c in range(components)]
+    basis = [np.outer(nodes, np.eye(components)[c]) for c in range(components)]
+    if rotations:
+        x = x[: len(nodes)]
+        for i, j in [(0, 1)] if dim == 2 else [(0, 1), (1, 2), (2, 0)]:
+            turn = np.zeros((len(x), dim))
+            turn[:, i], turn[:, j] = -x[:, j], x[:, i]
+            names.append("a rotation")
+            basis.append(turn * nodes[:, None])
+    return names, np.stack([each.reshape(-1) for each in basis])
+
+
+def _pieces_of_nodes(space: Space) -> list[NDArray[np.bool_]]:
+    """Return for each piece True at this rank's own nodes in it."""
+    count, of_cells = pieces_of_cells(space.mesh)
+    if count == 1:
+        return [np.ones(space.nodes.n_local, bool)]
+    masks = []
+    for piece in range(count):
+        chosen = np.zeros(space.nodes.n_local + space.nodes.n_ghosts, bool)
+        chosen[space.cell_nodes[of_cells == piece]] = True
+        masks.append(space.nodes.combine_at_owners(chosen))
+    return masks
+
+
+# ---- Solve equations of finite elements: one linear solve, or Newton's method ----
 
 
 def solve(

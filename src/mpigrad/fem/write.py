@@ -13,8 +13,8 @@ from numpy.typing import NDArray
 
 from mpigrad.collective_errors import assert_same_on_all_ranks, raise_on_all_ranks
 from mpigrad.communicator import Communicator
+from mpigrad.fem.cells import reference_cell
 from mpigrad.fem.numbering import Numbering
-from mpigrad.fem.reference import reference_cell
 from mpigrad.io.paths import check_path
 from mpigrad.io.pieces import write_pieces
 from mpigrad.io.tiles import check_name

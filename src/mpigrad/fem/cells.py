@@ -1,17 +1,62 @@
-"""Reference cells: their corners, edges, faces and facets in the order of basix."""
+"""Reference cells, quadrature rules on them, and tables of basis functions."""
 
 from __future__ import annotations
 
 import functools
+import importlib
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from mpigrad.fem.packages import import_package
+__all__ = [
+    "CELL_TYPES",
+    "FacetRule",
+    "ReferenceCell",
+    "Rule",
+    "cell_rule",
+    "check_cell_type",
+    "facet_rule",
+    "import_package",
+    "lagrange_element",
+    "reference_cell",
+    "tabulate",
+]
 
-__all__ = ["CELL_TYPES", "ReferenceCell", "check_cell_type", "lagrange_element", "reference_cell"]
+# ---- Import the packages of the extra `fem`, with an error that says how to install them ----
+
+
+# The names of the distributions, if they differ from the names of the modules.
+_DISTRIBUTIONS = {"basix": "fenics-basix"}
+
+
+def import_package(name: str, function: str) -> Any:
+    """Return an imported package.
+
+    Parameters
+    ----------
+    name
+        The name of the module.
+    function
+        The public function that needs it, for the error.
+
+    Raises
+    ------
+    ImportError
+        If the package is not installed.
+    """
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        distribution = _DISTRIBUTIONS.get(name, name)
+        raise ImportError(
+            f"{function}: expected the package {distribution}, got none ({error}). Install it with "
+            "pip install mpigrad[fem]."
+        ) from error
+
+
+# ---- Reference cells: their corners, edges, faces and facets in the order of basix ----
 
 
 @dataclass(frozen=True)
@@ -126,3 +171,68 @@ def lagrange_element(name: str, degree: int) -> Any:
     return basix.create_element(
         basix.ElementFamily.P, basix.CellType[name], degree, basix.LagrangeVariant.equispaced
     )
+
+
+# ---- Quadrature rules on reference cells, and tables of basis functions at their points ----
+
+
+@dataclass(frozen=True, eq=False)
+class Rule:
+    """Points of a reference cell, shape (q, dim), and their weights, shape (q,)."""
+
+    points: NDArray[np.float64]
+    weights: NDArray[np.float64]
+
+
+@dataclass(frozen=True, eq=False)
+class FacetRule:
+    """Points on each facet of a reference cell, in its coordinates.
+
+    Attributes
+    ----------
+    points
+        Shape (n_facets, q, dim).
+    weights
+        Of the reference facet, shape (q,).
+    tangents
+        The derivatives of the points in the coordinates of the reference facet, shape (n_facets,
+        dim, dim - 1).
+    normals
+        The outward normals, shape (n_facets, dim).
+    """
+
+    points: NDArray[np.float64]
+    weights: NDArray[np.float64]
+    tangents: NDArray[np.float64]
+    normals: NDArray[np.float64]
+
+
+def cell_rule(cell_type: str, degree: int) -> Rule:
+    """Return the default rule of basix that is exact for polynomials of a degree."""
+    basix = import_package("basix", "fem.Energy")
+    points, weights = basix.make_quadrature(basix.CellType[cell_type], degree)
+    return Rule(np.asarray(points), np.asarray(weights))
+
+
+def facet_rule(cell_type: str, degree: int) -> FacetRule:
+    """Return the rule of the reference facet on each facet of a cell."""
+    basix = import_package("basix", "fem.Energy")
+    cell = reference_cell(cell_type)
+    kind = basix.CellType[cell_type]
+    facet = basix.cell.subentity_types(kind)[cell.dim - 1][0]
+    places, weights = basix.make_quadrature(facet, degree)
+    corners = cell.points[cell.facets]  # (n_facets, corners, dim)
+    tangents = np.moveaxis(corners[:, 1 : cell.dim] - corners[:, :1], 1, 2)
+    points = corners[:, :1] + np.einsum("fdk,qk->fqd", tangents, np.asarray(places))
+    normals = np.asarray(basix.cell.facet_outward_normals(kind))
+    return FacetRule(points, np.asarray(weights), tangents, normals)
+
+
+def tabulate(
+    cell_type: str, degree: int, points: NDArray[np.float64]
+) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """Return values (..., n_basis) and gradients (..., n_basis, dim) of the Lagrange basis."""
+    flat = np.ascontiguousarray(points.reshape(-1, points.shape[-1]))
+    table: Any = lagrange_element(cell_type, degree).tabulate(1, flat)[..., 0]
+    table = table.reshape(len(table), *points.shape[:-1], -1)
+    return np.ascontiguousarray(table[0]), np.ascontiguousarray(np.moveaxis(table[1:], 0, -1))
