@@ -47,7 +47,7 @@ def tiled(side: int, spacing: float, axes: int = 2) -> Grid:
 
 def transposition(side: int, steps: int) -> dict[str, Evaluate]:
     """The transpose of a matrix's values, by the plan that is made once."""
-    from mpigrad.sparse.matrix.transpose import transpose_values
+    from mpigrad.sparse.matrix.products import transpose_values
     from mpigrad_apps.poisson.model import poisson
 
     grid = tiled(side, 1 / side)

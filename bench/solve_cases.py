@@ -102,7 +102,7 @@ def measure(case: str, n: int, dimensions: int, calls: int) -> None:
 
     import mpigrad
     from mpigrad.sparse import Matrix, solve, solver_seconds
-    from mpigrad.sparse.matrix.transpose import transpose_values, transposed
+    from mpigrad.sparse.matrix.products import transpose_values, transposed
 
     jax.config.update("jax_enable_x64", True)
     world = MPI.COMM_WORLD

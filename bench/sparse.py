@@ -72,7 +72,7 @@ def serve(n: int, all_lines: int) -> None:
 
     import mpigrad
     from mpigrad.sparse import Matrix, Pattern
-    from mpigrad.sparse.matrix.transpose import transpose_values, transposed
+    from mpigrad.sparse.matrix.products import transpose_values, transposed
 
     jax.config.update("jax_enable_x64", True)
     world = MPI.COMM_WORLD

@@ -18,7 +18,7 @@ namespace mpigrad::hypre {
 
 MPIGRAD_HYPRE_KERNELS(Struct)
 
-// One PFMG configuration, laid out as the ctypes structure in sparse/solvers/pfmg.py.
+// One PFMG configuration, laid out as the ctypes structure in sparse/solvers/hypre.py.
 struct PFMGOptions {
   int32_t coarse_operator, relaxation, sweeps, skips_relaxation, max_levels, keeps_stale;
   int32_t symmetric;  // hypre gets only one of the entries (i, j), (j, i)

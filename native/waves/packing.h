@@ -17,7 +17,7 @@
 
 namespace mpigrad::waves {
 
-// As in mpigrad/waves/history.py.
+// As in mpigrad/waves/options.py.
 enum class Precision : int64_t { kFull, kBfloat16, kFloat16 };
 
 namespace half {

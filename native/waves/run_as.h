@@ -1,4 +1,4 @@
-// `run` for a physics P of propagate.h. The operands are those of mpigrad/waves/primitive.py.
+// `run` for a physics P of propagate.h. The operands are those of mpigrad/waves/native_run.py.
 #pragma once
 
 #include "waves/propagate.h"

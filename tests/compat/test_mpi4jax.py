@@ -16,9 +16,8 @@ from mpi4py import MPI
 import mpigrad as mg
 from mpigrad.compat import mpi4jax
 from mpigrad.compat.mpi4jax import stand_in
-from mpigrad.compat.mpi4jax.adjoints import ADJOINTS
+from mpigrad.compat.mpi4jax.communicators import ADJOINTS, VERSION
 from mpigrad.compat.mpi4jax.experimental import auto_tokenize, notoken
-from mpigrad.compat.mpi4jax.tokens import VERSION
 
 WORLD = MPI.COMM_WORLD
 RANK, SIZE = WORLD.rank, WORLD.size

@@ -15,7 +15,7 @@ import time
 import pytest
 
 from launching import PROGRAMS, command, idling, no_orphans, outside
-from mpigrad.sparse.solvers.hypre_library import hypre_available
+from mpigrad.sparse.solvers.libraries import hypre_available
 
 pytestmark = [pytest.mark.launcher, pytest.mark.waits]
 

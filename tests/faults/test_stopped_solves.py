@@ -8,7 +8,7 @@ import time
 import pytest
 
 from launching import PROGRAMS, idling, mpigrad
-from mpigrad.sparse.solvers.hypre_library import hypre_available
+from mpigrad.sparse.solvers.libraries import hypre_available
 
 pytestmark = [
     pytest.mark.launcher,

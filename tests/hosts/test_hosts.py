@@ -21,7 +21,7 @@ from network import Network, children
 from launching import PROGRAMS, command
 from mpigrad.launch.launcher import rank_environment
 from mpigrad.launch.mpi_installation import find_launcher, mpi_library
-from mpigrad.sparse.solvers.hypre_library import hypre_available
+from mpigrad.sparse.solvers.libraries import hypre_available
 
 HERE = pathlib.Path(__file__).resolve().parent
 LIMIT = 200.0  # seconds, for a busy machine

@@ -5,8 +5,8 @@ import pytest
 
 from mpigrad.grid import Grid
 from mpigrad.waves.absorbing import WaveTile, damping, widths_of
+from mpigrad.waves.arguments import wave_equation_limit
 from mpigrad.waves.interpolation import point_table
-from mpigrad.waves.stability import wave_equation_limit
 
 
 @pytest.mark.ranks(1, 2, 3, 4)

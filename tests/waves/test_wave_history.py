@@ -21,7 +21,7 @@ from mpigrad.communicator import Communicator
 from mpigrad.grid import Grid
 from mpigrad.waves import Acoustic, Elastic, History, Survey, ricker
 from mpigrad.waves.elastic.model import make_scheme
-from mpigrad.waves.primitive import propagate
+from mpigrad.waves.native_run import propagate
 
 KINDS = ("acoustic", "volume", "elastic")
 STEPS = 70  # more than between two checks of files

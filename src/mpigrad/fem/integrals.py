@@ -18,9 +18,9 @@ from mpigrad.fem.tracing import AtPoints
 from mpigrad.operations.indexing import take
 from mpigrad.operations.kept_array import KeptArray
 from mpigrad.operations.local_programs import as_array
-from mpigrad.sparse.matrix.csr import ghost_values
 from mpigrad.sparse.matrix.ghost_exchange import index_array
 from mpigrad.sparse.matrix.multilinear import TrilinearContraction, add_up, select
+from mpigrad.sparse.matrix.products import ghost_values
 
 __all__ = [
     "Blocks",

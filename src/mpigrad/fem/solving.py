@@ -24,8 +24,8 @@ from mpigrad.operations.norms import two_norms
 from mpigrad.solution import Solution
 from mpigrad.sparse import GMRES, PCG, BoomerAMG, Jacobi, Matrix, NullSpace, newton
 from mpigrad.sparse import solve as solve_linear
-from mpigrad.sparse.solvers.base import LinearSolver
-from mpigrad.sparse.solvers.hypre_library import hypre_available
+from mpigrad.sparse.solvers.libraries import hypre_available
+from mpigrad.sparse.solvers.methods import LinearSolver
 from mpigrad.sparse.solvers.nullspace import as_nullspace, orthogonal
 
 __all__ = [

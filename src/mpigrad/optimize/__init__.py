@@ -1,17 +1,15 @@
 """Optimizers of unknowns that are replicated or sharded over ranks."""
 
-from mpigrad.optimize.continuation import continuation
 from mpigrad.optimize.gradient_transformation import Optax
 from mpigrad.optimize.inner_product import clip_by_global_norm, global_norm, inner_products
 from mpigrad.optimize.lbfgs import LBFGS
 from mpigrad.optimize.lbfgsb import LBFGSB
 from mpigrad.optimize.line_search import StrongWolfe
-from mpigrad.optimize.method import Method, State
+from mpigrad.optimize.method import Method, MinimizeError, NotFiniteError, Record, State
 from mpigrad.optimize.minimize import minimize
-from mpigrad.optimize.multi_start import MultiStart, multi_start
+from mpigrad.optimize.multi_start import MultiStart, continuation, multi_start
 from mpigrad.optimize.nonlinear_cg import NonlinearCG
 from mpigrad.optimize.objective import Objective, Point
-from mpigrad.optimize.record import MinimizeError, NotFiniteError, Record
 from mpigrad.optimize.root_worker import RootObjective, root_driven
 from mpigrad.optimize.trust_region import GaussNewton, NewtonCG
 from mpigrad.optimize.unknowns import Unknowns

@@ -10,22 +10,20 @@ import jax
 import numpy as np
 from numpy.typing import NDArray
 
-from mpigrad.optimize.bounded_model import (
-    Trial,
-    last_breakpoint,
-    model_path,
-    model_restriction,
-    trial_direction,
-)
 from mpigrad.optimize.bounds import (
     Limits,
+    Trial,
     check_bounds,
     check_pair,
     clip,
+    last_breakpoint,
+    model_path,
+    model_restriction,
     projected_norm,
+    trial_direction,
     vectors_of_bounds,
 )
-from mpigrad.optimize.lbfgs_memory import empty, remember_pair
+from mpigrad.optimize.lbfgs import empty, remember_pair
 from mpigrad.optimize.line_search import StrongWolfe
 from mpigrad.optimize.method import Method
 from mpigrad.optimize.objective import Objective, Point

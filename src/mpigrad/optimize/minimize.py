@@ -24,9 +24,8 @@ from mpigrad.collective_errors import assert_same_on_all_ranks, raise_on_all_ran
 from mpigrad.communicator import Communicator, resolve
 from mpigrad.earlier_run import earlier_run_error, last_record
 from mpigrad.optimize.lbfgs import LBFGS
-from mpigrad.optimize.method import Method, State, settings_fingerprint
+from mpigrad.optimize.method import Method, Record, State, raise_failure, settings_fingerprint
 from mpigrad.optimize.objective import Objective, Point
-from mpigrad.optimize.record import Record, raise_failure
 from mpigrad.optimize.unknowns import Vector
 from mpigrad.profiling.progress_bar import Progress
 from mpigrad.solution import Result, Solution

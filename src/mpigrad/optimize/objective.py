@@ -16,7 +16,7 @@ from mpigrad.collective_errors import assert_same_on_all_ranks, raise_on_all_ran
 from mpigrad.communicator import Communicator, resolve
 from mpigrad.operations.norms import max_norm
 from mpigrad.optimize.bounds import clip
-from mpigrad.optimize.root_protocol import shared_evaluation
+from mpigrad.optimize.root_worker import shared_evaluation
 from mpigrad.optimize.unknowns import ProgramCache, Unknowns, Vector
 from mpigrad.sparse.solvers.guesses import pass_guesses
 

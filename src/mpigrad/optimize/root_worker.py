@@ -7,24 +7,209 @@ import enum
 import functools
 import math
 import pickle
-from collections.abc import Callable, Sequence
+import time
+import traceback
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from mpi4py import MPI
 from numpy.typing import NDArray
 
 from mpigrad.autodiff.transforms import Loss, jvp, value_and_grad
 from mpigrad.collective_errors import assert_same_on_all_ranks, raise_on_all_ranks
-from mpigrad.communicator import Communicator, check_rank, default_communicator, resolve
+from mpigrad.communicator import (
+    BlockingCall,
+    Communicator,
+    check_rank,
+    default_communicator,
+    resolve,
+)
+from mpigrad.guard import end_job
 from mpigrad.guard.failure import current_board
 from mpigrad.operations.collectives import bcast, reduce
 from mpigrad.operations.jit import jit
-from mpigrad.optimize.flattening import Flattening
-from mpigrad.optimize.root_protocol import first_error, pack_error, request, unpack_error
 
-__all__ = ["RootObjective", "root_driven"]
+__all__ = [
+    "Flattening",
+    "RootObjective",
+    "first_error",
+    "pack_error",
+    "request",
+    "root_driven",
+    "shared_evaluation",
+    "unpack_error",
+]
+
+# ---- Conversion between a pytree of real arrays and the vector that serial optimizers take ----
+
+
+class Flattening:
+    """Convert pytrees of the structure of `example` to vectors of float64, and back.
+
+    Parameters
+    ----------
+    example
+        A pytree of real floating-point arrays.
+
+    Attributes
+    ----------
+    size
+        Length of the vector.
+    signature
+        Path, shape and dtype of each leaf.
+    """
+
+    def __init__(self, example: Any) -> None:
+        leaves, self._structure = jax.tree.flatten(example)
+        paths = [jax.tree_util.keystr(path) for path, _ in jax.tree.leaves_with_path(example)]
+        self._shapes = [np.shape(leaf) for leaf in leaves]
+        self._dtypes = [jax.dtypes.canonicalize_dtype(jax.numpy.result_type(x)) for x in leaves]
+        self.size = sum(math.prod(shape) for shape in self._shapes)
+        self.signature = [
+            (path, shape, str(dtype))
+            for path, shape, dtype in zip(paths, self._shapes, self._dtypes, strict=True)
+        ]
+        for path, _, dtype in self.signature:
+            if not jax.numpy.issubdtype(dtype, jax.numpy.floating):
+                raise TypeError(
+                    f"root_driven: x0{path} has dtype {dtype}, expected real floating-point "
+                    "arrays. Convert integers to floats, and give a complex array as its real and "
+                    "imaginary parts."
+                )
+        if not self.size:
+            raise ValueError(
+                "root_driven: expected at least one unknown, got x0 without elements. Add one."
+            )
+
+    def flat(self, tree: Any, name: str = "the point") -> NDArray[np.float64]:
+        """Return the vector of a pytree of the structure of the example, as a new array."""
+        leaves, structure = jax.tree.flatten(tree)
+        if structure != self._structure or [np.shape(x) for x in leaves] != self._shapes:
+            raise ValueError(
+                f"root_driven: {name} has another structure than x0 (of {self.size} elements):\n"
+                f"  x0: {self._structure} with shapes {self._shapes}\n"
+                f"  {name}: {structure} with shapes {[np.shape(x) for x in leaves]}\n"
+                "Give a pytree of the structure of x0, or its vector."
+            )
+        return np.concatenate([np.asarray(x, np.float64).ravel() for x in leaves])
+
+    def tree(self, flat: NDArray[np.float64]) -> Any:
+        """Return the pytree of a vector: NumPy arrays with the example's shapes and dtypes."""
+        ends = np.cumsum([math.prod(shape) for shape in self._shapes])[:-1]
+        parts = zip(np.split(flat, ends), self._shapes, self._dtypes, strict=True)
+        return jax.tree.unflatten(
+            self._structure, [part.reshape(shape).astype(dtype) for part, shape, dtype in parts]
+        )
+
+    def shapes(self) -> Any:
+        """Return the pytree of `jax.ShapeDtypeStruct`."""
+        kinds = zip(self._shapes, self._dtypes, strict=True)
+        return jax.tree.unflatten(
+            self._structure, [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in kinds]
+        )
+
+
+# ---- Messages between a root that runs an optimizer and the worker ranks that evaluate for it
+
+
+# A rank that failed in an evaluation waits so many seconds for the others to end theirs.
+_PATIENCE = 5.0
+
+# An exception for another rank: the exception if it can be pickled, its rank, its traceback.
+ErrorMessage = tuple[BaseException, int, str]
+
+
+def request(
+    message: NDArray[np.float64], root: int, comm: Communicator, *, first: bool = False
+) -> NDArray[np.float64]:
+    """Broadcast a request, or a further part of one, into `message` (collective).
+
+    The root may compute for any time before it sends the `first` part. Workers that wait for it
+    leave their processors to the root. The watchdog does not count this waiting as a hang, as long
+    as the root can still send.
+    """
+    if comm.size > 1:
+        under_way = comm.mpi.Ibcast(message, root)
+        serves = first and comm.rank != root
+        with BlockingCall("the optimizer's next request", comm.slot, unlimited=serves):
+            _complete(under_way)
+    return message
+
+
+def _complete(under_way: MPI.Request, seconds: float = math.inf) -> bool:
+    """Wait without keeping a processor busy. Return False if it takes longer than `seconds`."""
+    start = time.monotonic()
+    while not under_way.Test():
+        waited = time.monotonic() - start
+        if waited > seconds:
+            return False
+        time.sleep(min(waited / 10, 1e-3))
+    return True
+
+
+def first_error(error: Exception | None, comm: Communicator) -> BaseException | None:
+    """Return this rank's error of an evaluation, or the error of the lowest rank (collective)."""
+    if comm.size == 1:
+        return error
+    failed, all_ranks = np.array([error is not None]), np.zeros(comm.size, bool)
+    under_way = comm.mpi.Iallgather(failed, all_ranks)
+    # The others may wait inside the objective for the rank that failed. The watchdog sees no
+    # deadlock, so this rank, which knows the cause, ends the job.
+    if error is not None and not _complete(under_way, _PATIENCE):
+        world = MPI.COMM_WORLD
+        end_job(
+            "".join(traceback.format_exception(error))
+            + f"mpigrad: rank {world.rank} of {world.size} failed in an evaluation of the "
+            "objective, in which other ranks wait for it; ending all ranks"
+        )
+    with BlockingCall("the end of an evaluation", comm.slot):
+        _complete(under_way)
+    if not all_ranks.any():
+        return None
+    messages = comm.mpi.allgather(None if error is None else pack_error(error, comm))
+    first = next(message for message in messages if message is not None)
+    return error or unpack_error(first, "an evaluation of the objective failed")
+
+
+@contextlib.contextmanager
+def shared_evaluation(comm: Communicator) -> Iterator[None]:
+    """Raise an error of this block on all ranks. The block may send messages (collective).
+
+    If other ranks wait inside the block for a rank that has failed, the job ends.
+    """
+    error: BaseException | None = None
+    try:
+        yield
+    except Exception as raised:
+        error = first_error(raised, comm)
+    else:
+        error = first_error(None, comm)
+    if error is not None:
+        raise error
+
+
+def pack_error(error: BaseException, comm: Communicator) -> ErrorMessage:
+    """Return an error in a form that can be sent."""
+    text = "".join(traceback.format_exception(error))
+    try:
+        pickle.loads(pickle.dumps(error))
+    except Exception:
+        error = RuntimeError(f"{type(error).__name__}: {error}")
+    return error, comm.rank, text
+
+
+def unpack_error(message: ErrorMessage, what: str) -> BaseException:
+    """Return an error received from another rank, with its traceback as a note."""
+    error, rank, text = message
+    error.add_note(f"mpigrad: {what}, on rank {rank}:\n{text}")
+    return error
+
+
+# ---- A serial optimizer on the root, with the other ranks as workers that evaluate for it ----
+
 
 Point = Any  # a pytree of the structure of x0, or its vector
 

@@ -1,22 +1,21 @@
 """Distributed sparse matrices and solves, differentiable in values and right-hand sides."""
 
 from mpigrad.solution import Result, Solution
+from mpigrad.sparse.matrix.assembly import Stencil
 from mpigrad.sparse.matrix.ghost_exchange import GhostExchange
 from mpigrad.sparse.matrix.matrix import Matrix
 from mpigrad.sparse.matrix.pattern import Pattern, local_range
-from mpigrad.sparse.matrix.stencil import Stencil
 from mpigrad.sparse.nonlinear.newton import newton
 from mpigrad.sparse.nonlinear.sparse_jacobian import sparse_jacobian
-from mpigrad.sparse.solvers.base import LinearSolver
 from mpigrad.sparse.solvers.guesses import Guesses, pass_guesses
-from mpigrad.sparse.solvers.hypre_library import (
+from mpigrad.sparse.solvers.krylov import LinearSystem
+from mpigrad.sparse.solvers.libraries import (
     hypre_available,
     hypre_version,
     solver_seconds,
     why_no_hypre,
 )
-from mpigrad.sparse.solvers.krylov.system import LinearSystem
-from mpigrad.sparse.solvers.methods import GMRES, PCG, BiCGStab, Multigrid
+from mpigrad.sparse.solvers.methods import GMRES, PCG, BiCGStab, LinearSolver, Multigrid
 from mpigrad.sparse.solvers.nullspace import NullSpace
 from mpigrad.sparse.solvers.operator_solve import Operator
 from mpigrad.sparse.solvers.preconditioners import PFMG, BoomerAMG, BoxMG, Jacobi, Preconditioner

@@ -3,10 +3,9 @@
 from mpigrad.waves.absorbing import WaveTile
 from mpigrad.waves.acoustic import Acoustic
 from mpigrad.waves.elastic import Elastic, lame
-from mpigrad.waves.history import History
+from mpigrad.waves.options import History
 from mpigrad.waves.relaxation import Relaxation, fit_relaxation
-from mpigrad.waves.survey import Survey
-from mpigrad.waves.wavelets import ricker
+from mpigrad.waves.survey import Survey, ricker
 
 __all__ = [
     "Acoustic",

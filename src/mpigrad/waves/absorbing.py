@@ -1,4 +1,4 @@
-"""Perfectly matched layers: widths, damping profiles, and tiles extended by layers."""
+"""Absorbing layers of waves: widths, damping profiles, filters, and tiles extended by layers."""
 
 from __future__ import annotations
 
@@ -13,7 +13,21 @@ import numpy as np
 from mpigrad._shapes import Float
 from mpigrad.grid.grid import Grid
 
-__all__ = ["Face", "WaveTile", "Widths", "damping", "largest_damping", "widths_of"]
+__all__ = [
+    "Face",
+    "Layer",
+    "LayerFilter",
+    "WaveTile",
+    "Widths",
+    "damping",
+    "largest_damping",
+    "layer",
+    "layer_filter",
+    "widths_of",
+]
+
+# ---- Perfectly matched layers: widths, damping profiles, and tiles extended by layers ----
+
 
 # Number of cells of the layers before and behind the model along each axis.
 Widths = tuple[tuple[int, int], ...]
@@ -197,3 +211,139 @@ def damping(
 def largest_damping(thickness: float, velocity: float, reflection: float) -> float:
     """Return the damping at the outer side of a layer, in 1/s, see `damping`."""
     return 3 * velocity * math.log(1 / reflection) / (2 * thickness)
+
+
+# ---- The filters of convolutional absorbing layers, which acoustic waves on three axes have ----
+#
+# Layers along x stretch the axis by s = 1 + sigma / (i omega + alpha) (Kuzuoglu and Mittra 1996):
+# the derivative along it becomes (1/s) d/dx. Here 1/s is a filter in time, by the bilinear
+# transform: with q = (sigma + alpha) dt/2, and the shift Z of one step,
+#
+#     1/s = k + e / (Z - b)    k = (1 + alpha dt/2) / (1 + q)    b = (1 - q) / (1 + q)
+#                              e = -sigma dt / (1 + q)^2
+#
+# so it has one memory m, with m_next = b m + e f, and makes k f + m of f.
+
+
+# alpha, as a fraction of the largest damping along the axis. With alpha = 0 a constant pressure in
+# a corner would have no force that moves it back.
+SHIFT = 0.05
+
+
+class LayerFilter(NamedTuple):
+    """Factors of the filter 1/s along an axis, each in this rank's cells along it.
+
+    Attributes
+    ----------
+    k, b, e
+        At the cell centres: of what passes, of the memory, and of what enters the memory.
+    k_half, b_half, e_half
+        The same at the faces behind the cells.
+    """
+
+    k: Float[np.ndarray, " n"]
+    b: Float[np.ndarray, " n"]
+    e: Float[np.ndarray, " n"]
+    k_half: Float[np.ndarray, " n"]
+    b_half: Float[np.ndarray, " n"]
+    e_half: Float[np.ndarray, " n"]
+
+    def between(self, cells: int) -> Float[np.ndarray, " n"]:
+        """Return k halfway to the cells that lie `cells` further on (back, if negative)."""
+        places = np.arange(len(self.k)) + min(cells, 0) + abs(cells) // 2
+        return np.take(self.k_half if cells % 2 else self.k, places, mode="clip")
+
+
+def layer_filter(
+    tile: WaveTile, axis: int, dt: float, velocity: float, reflection: float
+) -> LayerFilter:
+    """Return the filter along an axis, which is 1 outside of the layers.
+
+    Parameters
+    ----------
+    velocity, reflection
+        As for `damping`.
+    """
+    h = tile.grid.spacing[axis]
+    widths = [width for width in tile.pml[axis] if width]
+    alpha = SHIFT * max((largest_damping(w * h, velocity, reflection) for w in widths), default=0)
+    factors = []
+    for offset in (0.0, 0.5):
+        sigma = damping(tile, axis, velocity, reflection, offset)
+        q = (sigma + alpha) * (dt / 2)
+        inside = sigma > 0
+        factors += [
+            np.where(inside, (1 + alpha * dt / 2) / (1 + q), 1),
+            np.where(inside, (1 - q) / (1 + q), 0),
+            np.where(inside, -sigma * dt / (1 + q) ** 2, 0),
+        ]
+    return LayerFilter(*factors)
+
+
+# ---- The coefficients of convolutional perfectly matched layers (C-PML) on a rank's wave tile
+
+
+POWER = 2  # of the damping's growth with depth
+
+
+@dataclasses.dataclass(frozen=True)
+class Layer:
+    """Coefficients of a derivative along one axis in the layers on both sides of a wave tile.
+
+    A derivative g is replaced by g + psi in the first `before` and the last `after` cells along the
+    axis. The memory psi is updated in each step: psi <- b psi + a g. The rows of `a` and `b` hold
+    the values at the cell centres and at the half points. Their columns are these cells, first
+    those of the first side.
+    """
+
+    before: int
+    after: int
+    a: Float[np.ndarray, "2 cells"]
+    b: Float[np.ndarray, "2 cells"]
+
+
+def layer(
+    before: int,
+    after: int,
+    spacing: float,
+    dt: float,
+    velocity: float,
+    frequency: float,
+    reflection: float,
+    stagger: int = 1,
+) -> Layer:
+    """Return the layers of `before` and `after` cells on the two sides of a wave tile.
+
+    A width of 0 means no layer. At depth x in a layer of thickness L: d = d0 (x/L)^2 with
+    d0 = -3 velocity ln(reflection) / 2L,
+    alpha = pi frequency (1 - x/L), kappa = 1, b = exp(-(d + alpha) dt), a = d (b - 1) / (d + alpha)
+    (Komatitsch and Martin, "An unsplit convolutional perfectly matched layer improved at grazing
+    incidence for the seismic wave equation", Geophysics 72, 2007).
+
+    Parameters
+    ----------
+    spacing
+        Size of a cell along the axis, in m.
+    velocity
+        Velocity of the fastest wave, in m/s.
+    frequency
+        Frequency of the source, in Hz.
+    reflection
+        Theoretical reflection of a wave that enters at a right angle.
+    stagger
+        1 if the half points lie further than the cell centres, -1 if they lie before them.
+    """
+
+    def side(cells: int, outwards: int) -> tuple[np.ndarray, np.ndarray]:
+        # Depth of the cell centres and of the half points, over the thickness.
+        centers = np.arange(cells) + 0.5
+        halves = centers + 0.5 * outwards * stagger
+        depth = np.maximum(np.stack([centers, halves])[:, ::outwards], 0) / max(cells, 1)
+        strongest = -(POWER + 1) * velocity * math.log(reflection) / (2 * max(cells, 1) * spacing)
+        d, alpha = strongest * depth**POWER, math.pi * frequency * (1 - depth)
+        b = np.exp(-(d + alpha) * dt)
+        return np.where(depth > 0, d * (b - 1) / np.where(depth > 0, d + alpha, 1), 0.0), b
+
+    sides = [side(before, -1), side(after, 1)]
+    a, b = (np.concatenate([part[k] for part in sides], axis=1) for k in range(2))
+    return Layer(before, after, a, b)

@@ -1,30 +1,146 @@
-"""Checks of the settings and arguments that acoustic and elastic waves share."""
+"""Checks of settings and arguments: agreement of the ranks, and stable time steps."""
 
 from __future__ import annotations
 
+import hashlib
 import math
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.core import Tracer
 
+from mpigrad.collective_errors import assert_same_settings
+from mpigrad.communicator import Communicator
 from mpigrad.grid.grid import Grid
 from mpigrad.waves.absorbing import WaveTile
-from mpigrad.waves.checkpoints import check_checkpoints
-from mpigrad.waves.options import check_options
+from mpigrad.waves.options import History, check_checkpoints, check_options
 from mpigrad.waves.survey import Survey
 
 __all__ = [
+    "SECOND_DERIVATIVES",
+    "assert_same_run",
     "check_gathers",
     "check_settings",
     "check_state",
     "check_tiles",
     "check_wavelets",
+    "common_settings",
+    "fingerprint",
+    "limiting_square",
+    "staggered_limit",
     "warn_of_units",
+    "wave_equation_limit",
 ]
+
+# ---- The largest stable time steps of the schemes ----
+
+
+# Coefficients of the second derivative by order: for the cell itself, one and more cells away.
+SECOND_DERIVATIVES = {
+    2: (-2.0, 1.0),
+    4: (-5 / 2, 4 / 3, -1 / 12),
+    8: (-205 / 72, 8 / 5, -1 / 5, 8 / 315, -1 / 560),
+}
+
+
+def wave_equation_limit(grid: Grid, order: int) -> float:
+    """Return the largest stable leapfrog step of u_tt = v^2 (u_xx + u_yy), times v (a length).
+
+    It is 2 / sqrt(sum of k / h^2 over the axes). The lowest eigenvalue of the second derivative is
+    -k / h^2 with k = 4 at order 2, 16/3 at order 4 and 2048/315 at
+    order 8.
+    """
+    center, *others = SECOND_DERIVATIVES[order]
+    k = -center - 2 * sum(c * (-1) ** (i + 1) for i, c in enumerate(others))
+    return 2 / math.sqrt(k * sum(1 / h**2 for h in grid.spacing))
+
+
+def staggered_limit(grid: Grid, surface_axis: int | None = None) -> float:
+    """Return the largest stable step of the elastic scheme, times the limiting velocity (a length).
+
+    It is (6/7) / sqrt(sum of 1 / h^2 over the axes). The differences at a free surface
+    (`elastic.free_surface`) have a norm of 2.34289 / h instead of (7/3) / h along its axis.
+    """
+    norms = [2.34289 * 6 / 14 if axis == surface_axis else 1.0 for axis in range(grid.ndim)]
+    squares = sum((norm / h) ** 2 for norm, h in zip(norms, grid.spacing, strict=True))
+    return 24 / (28 * math.sqrt(squares))
+
+
+def limiting_square(square: Any, lightest: Any, stiffest: Any) -> Any:
+    """Return the square of the velocity that limits the time step of elastic waves, (m/s)^2.
+
+    A fraction 1/28 of each difference comes from two cells away. Its square couples light cells
+    to stiff cells.
+
+    Parameters
+    ----------
+    square
+        The largest (lambda + 2 mu) / rho.
+    lightest
+        The smallest rho.
+    stiffest
+        The largest lambda + 2 mu.
+    """
+    beyond = stiffest / lightest - square  # 0 in a homogeneous medium
+    return square + beyond / 28**2
+
+
+# ---- Check that all ranks do the same run ----
+
+
+def fingerprint(values: Any) -> int:
+    """Return a hash of 48 bits of the printed form of `values`."""
+    return int.from_bytes(hashlib.blake2b(repr(values).encode(), digest_size=6).digest(), "big")
+
+
+def common_settings(
+    tile: WaveTile, dt: float, steps: int, survey: Survey, checkpoints: int, history: History
+) -> dict[str, Any]:
+    """Return the settings of any run that must be the same on all ranks, by name."""
+    grid = tile.grid
+    return {
+        "shape of the grid": grid.shape,
+        "spacing": grid.spacing,
+        "dims of the grid": grid.dims,
+        "pml": tile.pml,
+        "dt": dt,
+        "steps": steps,
+        "checksum of the survey": survey.digest(),
+        "checkpoints": checkpoints,
+        "precision of the history": history.precision,
+        "history in files": history.directory is not None,
+    }
+
+
+def assert_same_run(
+    name: str, settings: Mapping[str, Any], run: int, dtype: np.dtype, comm: Communicator
+) -> None:
+    """Raise a ValueError on all ranks if their runs differ (collective, while a run is traced).
+
+    Native runs compare the fingerprints again (native/waves/propagate.h): their programs may have
+    been traced earlier.
+
+    Parameters
+    ----------
+    name
+        The name of the function.
+    settings
+        All settings that must be the same on all ranks, by name.
+    run
+        The fingerprint of the settings.
+    dtype
+        The dtype of the fields on this rank, float32 or float64.
+    """
+    found = run, np.dtype(dtype).name
+    if len(set(comm.mpi.allgather(found))) > 1:
+        assert_same_settings(comm, {**settings, "dtype": found[1]}, name)
+
+
+# ---- Checks of the settings and arguments that acoustic and elastic waves share ----
 
 
 def check_settings(

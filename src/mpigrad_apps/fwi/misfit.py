@@ -10,7 +10,7 @@ from jaxtyping import Array, Float
 from mpi4py import MPI
 
 from mpigrad.communicator import Communicator
-from mpigrad.waves.wavelets import low_pass_gain
+from mpigrad.waves.survey import low_pass_gain
 
 __all__ = ["Misfit", "low_pass", "make_misfit"]
 

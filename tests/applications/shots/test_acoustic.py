@@ -12,7 +12,7 @@ import launching
 import mpigrad
 from mpigrad.grid import Grid
 from mpigrad.waves.acoustic import Acoustic, State, Survey
-from mpigrad.waves.acoustic.state import pack, unpack
+from mpigrad.waves.acoustic.scheme import pack, unpack
 
 SHAPE, SPACING, LAYERS, STEPS = (19, 16), (10.0, 12.0), ((4, 3), (5, 0)), 24
 DT = 1.5e-3

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mpigrad.waves.wavelets import ricker
+from mpigrad.waves.survey import ricker
 from mpigrad_apps.fwi.misfit import low_pass
 from mpigrad_apps.shots.experiment import make_experiment
 from mpigrad_apps.shots.model_files import read_wavelets

@@ -8,7 +8,7 @@ import mpigrad as mg
 from helpers import close
 from mpigrad.grid import Grid
 from mpigrad.sparse import Matrix, Pattern
-from mpigrad.sparse.matrix.addition import union
+from mpigrad.sparse.matrix.products import union
 
 
 def test_sums_and_differences(comm):

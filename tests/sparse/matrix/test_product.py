@@ -6,7 +6,7 @@ from whole import Entries, columns_of, prove
 import mpigrad as mg
 from helpers import close
 from mpigrad.sparse import Matrix, Pattern
-from mpigrad.sparse.matrix.product import product_pattern
+from mpigrad.sparse.matrix.products import product_pattern
 
 
 def random_pattern(comm, n_local, n_local_columns, share=0.4, dense_row=False, seed=0):

@@ -8,7 +8,7 @@ import mpigrad as mg
 from helpers import close
 from mpigrad.grid import Grid
 from mpigrad.sparse import Pattern
-from mpigrad.sparse.matrix.transpose import transpose_values, transposed
+from mpigrad.sparse.matrix.products import transpose_values, transposed
 
 
 def dense(pattern, values):

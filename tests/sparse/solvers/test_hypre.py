@@ -26,7 +26,7 @@ from mpigrad.sparse import (
     solver_seconds,
     why_no_hypre,
 )
-from mpigrad.sparse.solvers import hypre_library
+from mpigrad.sparse.solvers import libraries as hypre_library
 
 needs_hypre = pytest.mark.skipif(not hypre_available(), reason="no hypre")
 

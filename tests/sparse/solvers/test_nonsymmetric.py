@@ -25,7 +25,7 @@ from mpigrad.sparse import (
     solve,
     solver_seconds,
 )
-from mpigrad.sparse.matrix.transpose import transpose_values, transposed
+from mpigrad.sparse.matrix.products import transpose_values, transposed
 
 pytestmark = pytest.mark.skipif(not hypre_available(), reason="no hypre")
 

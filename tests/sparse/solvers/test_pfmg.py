@@ -27,8 +27,8 @@ from mpigrad.sparse import (
     hypre_available,
     solve,
 )
-from mpigrad.sparse.matrix.transpose import transpose_values, transposed
-from mpigrad.sparse.solvers import hypre_library
+from mpigrad.sparse.matrix.products import transpose_values, transposed
+from mpigrad.sparse.solvers import libraries as hypre_library
 
 pytestmark = pytest.mark.skipif(not hypre_available(), reason="no hypre")
 

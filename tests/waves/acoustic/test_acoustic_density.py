@@ -10,9 +10,9 @@ import mpigrad
 from mpigrad.grid import Grid
 from mpigrad.waves import Acoustic, Survey
 from mpigrad.waves.absorbing import WaveTile
-from mpigrad.waves.acoustic.buoyancy import PATH, buoyancy_of, divergence
-from mpigrad.waves.acoustic.state import State, memory_size, pack, unpack
-from mpigrad.waves.stability import SECOND_DERIVATIVES
+from mpigrad.waves.acoustic.reference import PATH, buoyancy_of, divergence
+from mpigrad.waves.acoustic.scheme import State, memory_size, pack, unpack
+from mpigrad.waves.arguments import SECOND_DERIVATIVES
 
 SHAPE, SPACING, LAYERS, STEPS = (9, 8, 10), (10.0, 12.0, 9.0), ((2, 1), (3, 0), (1, 2)), 12
 PLACES = np.array([(31.0, 47.0, 40.5), (12.3, 89.0, 80.0), (15.0, 18.0, 11.0), (74.2, 61.5, 70.0)])

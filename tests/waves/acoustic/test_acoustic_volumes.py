@@ -10,10 +10,9 @@ from mpi4py import MPI
 
 import mpigrad
 from mpigrad.grid import Grid
-from mpigrad.waves.absorbing import damping, largest_damping
+from mpigrad.waves.absorbing import SHIFT, damping, largest_damping, layer_filter
 from mpigrad.waves.acoustic import Acoustic, State, Survey
-from mpigrad.waves.acoustic.layer_filter import SHIFT, layer_filter
-from mpigrad.waves.acoustic.state import memory_size, pack, unpack
+from mpigrad.waves.acoustic.scheme import memory_size, pack, unpack
 
 SHAPE, SPACING, LAYERS, STEPS = (9, 8, 10), (10.0, 12.0, 9.0), ((2, 1), (3, 0), (1, 2)), 10
 SURVEY = Survey(

@@ -11,11 +11,10 @@ import pytest
 import launching
 import mpigrad
 from mpigrad.grid import Grid
-from mpigrad.waves import primitive
+from mpigrad.waves import native_run as primitive
 from mpigrad.waves.elastic import Elastic, Survey, lame, reference
-from mpigrad.waves.elastic.media import effective_media
+from mpigrad.waves.elastic.media import at_rest, effective_media
 from mpigrad.waves.elastic.model import make_scheme
-from mpigrad.waves.elastic.state import at_rest
 
 COMPONENTS = ("vx", "vy", "pressure")
 

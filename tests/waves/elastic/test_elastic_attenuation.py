@@ -11,7 +11,7 @@ import mpigrad
 from mpigrad.grid import Grid
 from mpigrad.waves import fit_relaxation
 from mpigrad.waves.elastic import AnelasticState, Elastic, Survey, lame
-from mpigrad.waves.elastic.state import at_rest
+from mpigrad.waves.elastic.media import at_rest
 
 VP, VS, RHO = 2500.0, 1400.0, 2100.0
 RELAXATION = fit_relaxation(20.0, (3.0, 30.0), mechanisms=2)

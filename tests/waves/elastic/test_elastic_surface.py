@@ -10,9 +10,8 @@ from elastic_case import compare
 import mpigrad
 from mpigrad.grid import Grid
 from mpigrad.waves.elastic import Elastic, Survey, lame, reference
-from mpigrad.waves.elastic.media import effective_media
+from mpigrad.waves.elastic.media import at_rest, effective_media
 from mpigrad.waves.elastic.model import make_scheme
-from mpigrad.waves.elastic.state import at_rest
 
 VP, VS, RHO = 2500.0, 1400.0, 2100.0
 # Short: the exact solution, reciprocity, and the eigenvalues of a step.

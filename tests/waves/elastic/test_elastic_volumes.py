@@ -12,12 +12,11 @@ from elastic_case import compare
 
 import mpigrad
 from mpigrad.grid import Grid
-from mpigrad.waves import primitive
+from mpigrad.waves import native_run as primitive
 from mpigrad.waves.elastic import Elastic, State, Survey, lame, reference
-from mpigrad.waves.elastic.media import effective_media
+from mpigrad.waves.elastic.media import at_rest, effective_media
 from mpigrad.waves.elastic.model import make_scheme
-from mpigrad.waves.elastic.state import at_rest
-from mpigrad.waves.history import History
+from mpigrad.waves.options import History
 
 VP, VS, RHO = 2500.0, 1400.0, 2100.0
 # Short: tangents on one rank, and tiles with a middle on two.

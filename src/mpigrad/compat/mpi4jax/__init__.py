@@ -10,8 +10,7 @@ from typing import Any
 
 import jax
 
-from mpigrad.compat.mpi4jax.communicators import communicator
-from mpigrad.compat.mpi4jax.lacking import refuse
+from mpigrad.compat.mpi4jax.communicators import communicator, version
 from mpigrad.compat.mpi4jax.operations import (
     allgather,
     allreduce,
@@ -26,7 +25,7 @@ from mpigrad.compat.mpi4jax.operations import (
     send,
     sendrecv,
 )
-from mpigrad.compat.mpi4jax.tokens import version
+from mpigrad.compat.mpi4jax.stand_in import refuse
 
 __all__ = [
     "allgather",

@@ -1,14 +1,40 @@
-"""The communicators of mpi4py that mpi4jax takes, as communicators of mpigrad."""
+"""Arguments and results of mpi4jax: communicators, tokens, statuses, and its adjoint."""
 
 from __future__ import annotations
 
 import functools
+import os
+from typing import Any
 
+import jax
+import numpy as np
+from jax.core import Tracer
+from jax.experimental import io_callback
 from mpi4py import MPI
 
 from mpigrad.communicator import Communicator, world
+from mpigrad.operations._jax_compat import Primitive, ShapedArray, ad, batching, mlir
+from mpigrad.operations.carrier import opaque_zero, tie_in
+from mpigrad.operations.collectives import allreduce
+from mpigrad.operations.primitive import linear_map
+from mpigrad.operations.pytree_packing import bind_packed
+from mpigrad.operations.reductions import check_op
+from mpigrad.runtime.native import NO_ROOT, SUM
 
-__all__ = ["communicator"]
+__all__ = [
+    "ADJOINTS",
+    "NEWEST",
+    "NO_TOKEN",
+    "VERSION",
+    "communicator",
+    "returns_token",
+    "set_status",
+    "sum_over_ranks",
+    "version",
+    "with_token",
+]
+
+# ---- The communicators of mpi4py that mpi4jax takes, as communicators of mpigrad ----
 
 
 @functools.cache
@@ -51,3 +77,175 @@ def communicator(comm: MPI.Intracomm | None = None) -> Communicator:
     made = Communicator(comm)
     comm.Set_attr(_keyval(), made)
     return made
+
+
+# ---- The two conventions of mpi4jax: with tokens before version 0.8, and without ----
+
+
+VERSION = "MPIGRAD_MPI4JAX_VERSION"
+NEWEST = "0.9.1.post2"
+NO_TOKEN: Any = object()  # None is a token of the older versions
+
+
+def version() -> str:
+    """Return the version of mpi4jax that the program was written for."""
+    return os.environ.get(VERSION) or NEWEST
+
+
+def _always_returns_token() -> bool:
+    numbers = version().split(".")[:2]
+    try:
+        return tuple(map(int, numbers)) < (0, 8)
+    except ValueError:
+        raise ValueError(
+            f"mpi4jax: {VERSION} must be a version such as 0.7.2, got {version()!r}. Correct the "
+            "environment variable, or remove it."
+        ) from None
+
+
+def returns_token(token: Any) -> bool:
+    """Return True if a call with this `token` returns one: it was passed, or the version is old."""
+    return token is not NO_TOKEN or _always_returns_token()
+
+
+def with_token(token: Any, *results: Any) -> Any:
+    """Return the results of a call as its convention asks.
+
+    Parameters
+    ----------
+    token
+        The argument `token` of the call.
+    results
+        The value, or nothing for a call without a value.
+
+    Returns
+    -------
+    With tokens (value, token), or the token alone for a call without a value. Without tokens the
+    value or None. Tokens have no effect, because mpigrad keeps messages in program order.
+    """
+    if not returns_token(token):
+        return results[0] if results else None
+    if token is NO_TOKEN or token is None:
+        token = jax.lax.create_token()
+    return (*results, token) if results else token
+
+
+# ---- Write the sender, the tag and the size of a received message into an MPI.Status ----
+
+
+def _write(status: MPI.Status, nbytes: int, source: Any, tag: Any) -> np.ndarray:
+    status.Set_source(int(source))
+    status.Set_tag(int(tag))
+    status.Set_error(MPI.SUCCESS)
+    status.Set_elements(MPI.BYTE, nbytes)
+    return np.zeros((), "float32")
+
+
+def set_status(status: MPI.Status | None, value: Any, source: Any, tag: Any) -> Any:
+    """Set `status` when the message `value` has come, and return `value`.
+
+    Parameters
+    ----------
+    status
+        The status of mpi4py, or None. A compiled program sets it each time it runs.
+    value
+        The received array.
+    source, tag
+        Integer scalars, the sender and the tag.
+    """
+    if status is None:
+        return value
+    write = functools.partial(_write, status, value.size * value.dtype.itemsize)
+    if not isinstance(source, Tracer):
+        write(source, tag)
+        return value
+    done = io_callback(write, jax.ShapeDtypeStruct((), np.float32), source, tag)
+    return tie_in(value, done)
+
+
+# ---- allreduce(SUM) with the adjoint of mpi4jax, which is the identity ----
+
+
+ADJOINTS = "MPIGRAD_MPI4JAX_ADJOINTS"
+_CHOICES = ("mpi4jax", "exact")
+
+
+def _are_exact() -> bool:
+    choice = os.environ.get(ADJOINTS) or "mpi4jax"
+    if choice not in _CHOICES:
+        raise ValueError(
+            f"mpi4jax.allreduce: {ADJOINTS} must be {' or '.join(_CHOICES)}, got {choice!r}. "
+            "Correct the environment variable, or remove it."
+        )
+    return choice == "exact"
+
+
+def sum_over_ranks(x: Any, comm: Communicator) -> Any:
+    """Sum the `x` of all ranks, with the adjoint that `MPIGRAD_MPI4JAX_ADJOINTS` selects.
+
+    Parameters
+    ----------
+    x
+        Array, with the same shape and dtype on every rank.
+    comm
+        The communicator.
+
+    Returns
+    -------
+    The sum. Its adjoint is the identity, or with MPIGRAD_MPI4JAX_ADJOINTS=exact the sum again.
+    The adjoint of the identity is the sum.
+
+    Raises
+    ------
+    TypeError
+        If MPI has no sum for the dtype of `x`.
+    """
+    if _are_exact():
+        return allreduce(x, comm=comm)
+    check_op("mpi4jax.allreduce", x, MPI.SUM)
+    return bind_packed(_sum_p, x, comm, op=SUM)
+
+
+_sum_p: Primitive = linear_map(
+    "allreduce_of_mpi4jax",
+    target="mpigrad_allreduce",
+    result=lambda x, **_: ShapedArray(x.shape, x.dtype),
+    in_place=True,
+    attributes=lambda avals, params: {**params, "root": NO_ROOT},
+    transpose=lambda ct, x, a, **params: _identity_p.bind(ct, a, **params),
+)
+
+# ---- its adjoint: (x, carrier) -> x, without a message, and with the sum as its own adjoint ----
+
+_identity_p = Primitive("mpi4jax_adjoint_of_allreduce")
+
+
+def _identity(x: Any, a: Any, **params: Any) -> Any:
+    return x
+
+
+def _jvp(primals: Any, tangents: Any, **params: Any) -> Any:
+    (x, a), (tx, ta) = primals, tangents
+    if type(tx) is ad.Zero and type(ta) is ad.Zero:
+        return _identity_p.bind(x, a, **params), ad.Zero(tx.aval)
+    if type(tx) is ad.Zero:  # inactive on this rank alone
+        tx = opaque_zero(ta, x.aval)
+    return _identity_p.bind(x, a, **params), _identity_p.bind(tx, a, **params)
+
+
+def _transpose(ct: Any, x: Any, a: Any, **params: Any) -> Any:
+    ct = ad.instantiate_zeros(ct)
+    return [_sum_p.bind(ct, a, **{**params, "site": abs(params["site"])})[0], None]
+
+
+def _batch(args: Any, dims: Any, **params: Any) -> Any:
+    (x, a), (dx, da) = args, dims
+    return _identity_p.bind(x, a if da is None else a.sum(), **params), dx
+
+
+_identity_p.def_impl(_identity)
+_identity_p.def_abstract_eval(lambda x, a, **params: ShapedArray(x.shape, np.dtype(x.dtype)))
+mlir.register_lowering(_identity_p, mlir.lower_fun(_identity, multiple_results=False))
+ad.primitive_jvps[_identity_p] = _jvp
+ad.primitive_transposes[_identity_p] = _transpose
+batching.primitive_batchers[_identity_p] = _batch

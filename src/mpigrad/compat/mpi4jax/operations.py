@@ -14,10 +14,13 @@ from jax.core import Tracer
 from mpi4py import MPI
 
 from mpigrad import operations as mpigrad
-from mpigrad.compat.mpi4jax.adjoints import sum_over_ranks
-from mpigrad.compat.mpi4jax.communicators import communicator
-from mpigrad.compat.mpi4jax.status import set_status
-from mpigrad.compat.mpi4jax.tokens import NO_TOKEN, with_token
+from mpigrad.compat.mpi4jax.communicators import (
+    NO_TOKEN,
+    communicator,
+    set_status,
+    sum_over_ranks,
+    with_token,
+)
 from mpigrad.operations.carrier import allow_messages_in_rules, tie_in
 from mpigrad.operations.pytree_packing import arrays
 

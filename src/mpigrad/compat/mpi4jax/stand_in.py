@@ -10,9 +10,40 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from mpigrad.compat.mpi4jax.lacking import explain
+__all__ = [
+    "explain",
+    "install",
+    "refuse",
+    "run",
+]
 
-__all__ = ["install", "run"]
+# ---- Errors for names that mpi4jax has and this module lacks ----
+
+
+_LACKING = {
+    "_src": (
+        "the internals of mpi4jax do not exist in mpigrad. Use the public functions of mpi4jax."
+    ),
+    "_version": "it has one attribute only. Use mpi4jax.__version__.",
+    "get_versions": "it has one result only. Use mpi4jax.__version__.",
+}
+
+
+def explain(name: str) -> str | None:
+    """Return why a name of mpi4jax is lacking here and what to do, or None for other names."""
+    reason = _LACKING.get(name.partition(".")[0])
+    return None if reason is None else f"mpi4jax.{name}: {reason}"
+
+
+def refuse(name: str) -> None:
+    """Raise an error for a name that mpi4jax has and this module lacks."""
+    reason = explain(name)
+    if reason is not None:
+        raise NotImplementedError(reason)
+
+
+# ---- Let `import mpi4jax` give mpigrad's module, and run programs that do so ----
+
 
 _USAGE = "python -m mpigrad.compat.mpi4jax PROGRAM.py [ARGUMENT ...], or -m MODULE"
 

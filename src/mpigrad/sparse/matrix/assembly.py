@@ -1,19 +1,41 @@
-"""Assembly of entries that are given on any rank, any number of times."""
+"""Assembly of entries that are given on any rank, of element matrices, and of stencils."""
 
 from __future__ import annotations
 
+import dataclasses
+import functools
+import operator
+from collections.abc import Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
+from mpigrad.collective_errors import raise_error
 from mpigrad.communicator import BlockingCall, Communicator
+from mpigrad.grid.grid import Grid
 from mpigrad.operations import neighbor_alltoallv
-from mpigrad.operations.local_programs import as_array
+from mpigrad.operations.local_programs import as_array, jit_local
 from mpigrad.sparse.matrix.ghost_exchange import _tell_owners
-from mpigrad.sparse.matrix.multilinear import TrilinearContraction, add_up, select
+from mpigrad.sparse.matrix.multilinear import (
+    TrilinearContraction,
+    add_up,
+    multiply_patterns,
+    select,
+)
 
-__all__ = ["Assembly", "repeated", "row_order"]
+__all__ = [
+    "Assembly",
+    "ElementAssembly",
+    "Stencil",
+    "element_entries",
+    "make_stencil",
+    "repeated",
+    "row_order",
+]
+
+# ---- Assembly of entries that are given on any rank, any number of times ----
 
 
 def row_order(rows: np.ndarray, columns: np.ndarray, n_columns: int) -> tuple[np.ndarray, bool]:
@@ -115,3 +137,222 @@ class Assembly:
             self.comm,
         )
         return sums + add_up(self._received, received)
+
+
+# ---- Entries of element matrices: their pattern without a pair of indices for each
+# contribution
+
+
+def element_entries(unknowns: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return a rank's entries, each once, and the entry of each contribution.
+
+    Parameters
+    ----------
+    unknowns
+        The global index of each unknown of each element, shape (n_elements, k). An unknown may
+        occur twice in an element.
+
+    Returns
+    -------
+    The global rows and columns of the entries, in row order, and for each contribution of the
+    element matrices, shape (n_elements, k, k), the entry to which it is added.
+    """
+    n, k = unknowns.shape
+    numbers, local = np.unique(unknowns, return_inverse=True)
+    local = local.reshape(n, k)
+    order = np.argsort(local, axis=1, kind="stable")
+    local = np.take_along_axis(local, order, 1)
+    # The pattern is that of a product: (unknowns x elements) times (elements x unknowns).
+    by_unknown = np.argsort(local, axis=None, kind="stable")
+    starts = np.concatenate([[0], np.cumsum(np.bincount(local.ravel(), minlength=len(numbers)))])
+    elements = np.arange(n + 1) * k
+    row_starts, columns, target = multiply_patterns(
+        starts, by_unknown // k, elements, local.ravel()
+    )
+    place = np.empty((n * k, k), np.int32)
+    place[by_unknown] = target.reshape(-1, k)
+    back = np.argsort(order, axis=1)
+    place = np.take_along_axis(place.reshape(n, k, k), back[:, :, None], 1)
+    place = np.take_along_axis(place, back[:, None, :], 2)
+    rows = np.repeat(numbers, np.diff(row_starts))
+    return rows, numbers[columns], place
+
+
+class ElementAssembly:
+    """The sum of element matrices (n_elements, k, k) at each stored entry of a pattern.
+
+    This rank's contributions to an entry are added up first, in the order of the elements. Then one
+    sum goes to the rank that owns the row, as in `Assembly`.
+
+    Parameters
+    ----------
+    place, n_entries
+        See `element_entries`.
+    assembly
+        The assembly of these entries, or None if this rank owns all of their rows.
+    """
+
+    def __init__(self, place: np.ndarray, n_entries: int, assembly: Assembly | None, rank: int):
+        self.shape, self.rank, self.assembly = place.shape, rank, assembly
+        self._selection = TrilinearContraction.selection(place.ravel(), n_entries)
+
+    def __call__(self, values: Any) -> jax.Array:
+        values = as_array(values)
+        flat = (int(np.prod(self.shape)),)
+        if values.shape not in (self.shape, flat):
+            raise ValueError(
+                f"pattern.assemble: values have shape {values.shape} on rank {self.rank}, which "
+                f"gave the pattern {self.shape[0]} elements of {self.shape[1]} unknowns. Give "
+                f"shape {self.shape}."
+            )
+        sums = add_up(self._selection, values, ())
+        return sums if self.assembly is None else self.assembly(sums)
+
+
+# ---- Stencils on the cells of a grid, with the same offsets from every cell ----
+
+
+@dataclasses.dataclass(frozen=True)
+class Stencil:
+    """The coupling of each cell of a grid to the cells at fixed offsets from it.
+
+    `Pattern.from_stencil` makes it. Rows and columns are the cells in tile numbering (`Grid.rows`).
+    An entry is stored if both of its cells are in the grid: offset after offset, and for each
+    offset in C order of the tile's cells.
+
+    Attributes
+    ----------
+    grid
+        The grid.
+    offsets
+        Integers along each axis for each offset, as in ((0, 0), (-1, 0), (1, 0), (0, -1), (0, 1)).
+
+    Examples
+    --------
+    >>> from mpigrad.grid import Grid
+    >>> from mpigrad.sparse import Pattern
+    >>> grid = Grid((3,), (1.0,))
+    >>> stencil = Pattern.from_stencil(grid, [(0,), (1,)]).stencil
+    >>> stencil.offsets, stencil.positions.tolist()  # the third cell has no right neighbour
+    (((0,), (1,)), [0, 1, 2, 3, 4])
+    """
+
+    grid: Grid
+    offsets: tuple[tuple[int, ...], ...]
+
+    @functools.cached_property
+    def inside(self) -> tuple[tuple[slice, ...], ...]:
+        """The cells of this rank's tile whose neighbour at each offset is in the grid."""
+        return tuple(
+            tuple(
+                _part(cells, n, step)
+                for cells, n, step in zip(self.grid.slices, self.grid.shape, offset, strict=True)
+            )
+            for offset in self.offsets
+        )
+
+    @functools.cached_property
+    def positions(self) -> np.ndarray:
+        """The position of each stored entry in the flattened coefficients, shape (nnz,).
+
+        Entry k belongs to offset positions[k] // n_local and cell positions[k] % n_local.
+        """
+        every = np.arange(len(self.offsets) * self.grid.n_local).reshape(-1, *self.grid.local_shape)
+        return np.concatenate([every[k][part].ravel() for k, part in enumerate(self.inside)])
+
+    def entries(self) -> tuple[np.ndarray, np.ndarray]:
+        """Return the global rows and columns of this rank's entries, each of shape (nnz,)."""
+        # The rows of all cells that are needed: the tile and the cells that it reaches.
+        reach = np.abs(np.array(self.offsets)).max(axis=0)
+        tile = list(zip(self.grid.slices, self.grid.shape, reach, strict=True))
+        first = [max(cells.start - r, 0) for cells, _, r in tile]
+        last = [min(cells.stop + r, n) for cells, n, r in tile]
+        numbers = self.grid.rows(*np.ix_(*map(np.arange, first, last)))
+        corner = [cells.start - f for (cells, _, _), f in zip(tile, first, strict=True)]
+
+        def of(part: tuple[slice, ...], offset: Sequence[int]) -> np.ndarray:
+            moves = np.add(corner, offset)
+            where = (slice(s.start + m, s.stop + m) for s, m in zip(part, moves, strict=True))
+            return numbers[tuple(where)].ravel()
+
+        here = (0,) * len(first)
+        return (
+            np.concatenate([of(part, here) for part in self.inside]),
+            np.concatenate(list(map(of, self.inside, self.offsets))),
+        )
+
+    def __call__(self, coefficients: Any) -> jax.Array:
+        """Return the stored entries of coefficients of shape (len(offsets), *grid.local_shape)."""
+        coefficients = [as_array(c) for c in coefficients]
+        shapes = [c.shape for c in coefficients]
+        if shapes != [self.grid.local_shape] * len(self.offsets):
+            raise ValueError(
+                f"pattern.assemble: coefficients have shapes {shapes} on rank "
+                f"{self.grid.comm.rank}. Give one array of the tile's {self.grid.local_shape} "
+                f"cells for each of the {len(self.offsets)} offsets."
+            )
+        # Slices, whose adjoints pad: several times faster than a gather and its scatter.
+        ends = tuple(tuple((s.start, s.stop) for s in part) for part in self.inside)
+        return _entries(coefficients, ends=ends)
+
+
+@jit_local(static_argnames=("ends",))
+def _entries(coefficients: list[Any], ends: tuple[tuple[tuple[int, int], ...], ...]) -> jax.Array:
+    parts = [tuple(slice(*pair) for pair in pairs) for pairs in ends]
+    return jnp.concatenate([c[part].ravel() for c, part in zip(coefficients, parts, strict=True)])
+
+
+def make_stencil(grid: Grid, offsets: Sequence[Sequence[int]]) -> Stencil:
+    """Make the stencil of a grid, and check it on all ranks (collective)."""
+    if not isinstance(grid, Grid):
+        raise TypeError(
+            f"Pattern.from_stencil: grid must be a mpigrad.Grid, got {type(grid).__name__}. Make "
+            "one with Grid(shape, spacing)."
+        )
+    if any(grid.periodic):
+        raise ValueError(
+            "Pattern.from_stencil: the grid must not be periodic, got "
+            f"periodic={grid.periodic}. Make the pattern with Pattern.from_coo: "
+            "grid.local_rows(1) has the rows around a tile, wrapped around."
+        )
+    checked, error = (), None
+    try:
+        checked = _checked(grid, offsets)
+    except (TypeError, ValueError) as problem:
+        error = problem
+    raise_error(grid.comm, error)
+    for rank, theirs in enumerate(grid.comm.mpi.allgather(checked)):
+        if theirs != checked and error is None:
+            error = ValueError(
+                "Pattern.from_stencil: the offsets must be the same on all ranks, but rank "
+                f"{grid.comm.rank} gives {checked} and rank {rank} gives {theirs}. Give the same "
+                "offsets in the same order on every rank."
+            )
+    raise_error(grid.comm, error)
+    return Stencil(grid, checked)
+
+
+def _checked(grid: Grid, offsets: Any) -> tuple[tuple[int, ...], ...]:
+    try:
+        found = tuple(tuple(operator.index(step) for step in offset) for offset in offsets)
+    except TypeError:
+        found = ()
+    axes = len(grid.shape)
+    if not found or any(len(offset) != axes for offset in found):
+        raise TypeError(
+            f"Pattern.from_stencil: offsets must be a sequence of {axes} integers each, one for "
+            f"each axis of the grid, got {offsets!r}. Give at least one offset."
+        )
+    if len(set(found)) != len(found):
+        twice = next(offset for offset in found if found.count(offset) > 1)
+        raise ValueError(
+            f"Pattern.from_stencil: offset {twice} is given more than once. Leave out one."
+        )
+    return found
+
+
+def _part(cells: slice, n: int, step: int) -> slice:
+    """Return the part of a tile's cells, along an axis of n, whose neighbour at `step` is in it."""
+    size = cells.stop - cells.start
+    start = min(max(0, -step - cells.start), size)
+    return slice(start, max(start, min(size, n - step - cells.start)))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -12,13 +12,54 @@ import numpy as np
 from mpi4py import MPI
 
 from mpigrad.collective_errors import raise_error
-from mpigrad.communicator import HANDSHAKE_TAG, BlockingCall, Communicator, resolve
+from mpigrad.communicator import HANDSHAKE_TAG, SWAP_TAG, BlockingCall, Communicator, resolve
 from mpigrad.operations import neighbor_alltoallv
 from mpigrad.operations.carrier import tie_in
 from mpigrad.operations.indexing import take
 from mpigrad.operations.local_programs import as_array, jit_local
 
-__all__ = ["GhostExchange", "index_array"]
+__all__ = [
+    "GhostExchange",
+    "exchange_with_neighbors",
+    "index_array",
+    "split_by_counts",
+]
+
+# ---- Messages between neighbours that Python sends to make a plan ----
+
+
+def split_by_counts(array: np.ndarray, counts: Sequence[int]) -> list[np.ndarray]:
+    """Split an array into pieces of these lengths."""
+    return np.split(array, np.cumsum(counts)[:-1]) if len(counts) else []
+
+
+def exchange_with_neighbors(
+    comm: Communicator,
+    neighbors: Sequence[int],
+    messages: Sequence[np.ndarray],
+    counts: Sequence[int],
+    task: str,
+) -> list[np.ndarray]:
+    """Send each neighbour its array of integers, and receive `counts` integers from each.
+
+    All ranks of the communicator call it, also ranks without neighbours, in the same order. `task`
+    names the work for the watchdog.
+    """
+    received = [np.empty(count, np.int64) for count in counts]
+    with BlockingCall(task):
+        requests = [
+            comm.derivatives.Irecv(array, rank, SWAP_TAG)
+            for rank, array in zip(neighbors, received, strict=True)
+        ]
+        requests += [
+            comm.derivatives.Isend(np.ascontiguousarray(message, np.int64), rank, SWAP_TAG)
+            for rank, message in zip(neighbors, messages, strict=True)
+        ]
+        MPI.Request.Waitall(requests)
+    return received
+
+
+# ---- Values of other ranks: read in the forward pass, accumulated in the backward pass ----
 
 
 def index_array(indices: np.ndarray) -> jax.Array:

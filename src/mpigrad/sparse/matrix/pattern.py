@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+import weakref
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -14,12 +15,25 @@ from mpigrad.collective_errors import raise_error
 from mpigrad.communicator import Communicator, resolve
 from mpigrad.grid.grid import Grid
 from mpigrad.operations.local_programs import as_array
-from mpigrad.sparse.matrix.assembly import Assembly, repeated, row_order
-from mpigrad.sparse.matrix.element_assembly import ElementAssembly, element_entries
+from mpigrad.sparse.matrix.assembly import (
+    Assembly,
+    ElementAssembly,
+    Stencil,
+    element_entries,
+    make_stencil,
+    repeated,
+    row_order,
+)
 from mpigrad.sparse.matrix.ghost_exchange import GhostExchange, _count, _indices, index_array
-from mpigrad.sparse.matrix.stencil import Stencil, make_stencil
 
-__all__ = ["Pattern", "local_range"]
+__all__ = [
+    "Pattern",
+    "cached_plan",
+    "local_range",
+    "same_communicator",
+]
+
+# ---- The sparsity pattern of a distributed matrix, built once on the host ----
 
 
 class Pattern:
@@ -437,3 +451,32 @@ def _solver_communicator(comm: Communicator) -> Any:
     duplicate = comm.mpi.Dup()
     duplicate.Set_errhandler(MPI.ERRORS_ARE_FATAL)  # hypre checks no return code of MPI
     return duplicate
+
+
+# ---- Plans of operations on two patterns, kept as long as both patterns live ----
+
+
+def same_communicator(name: str, a: Pattern, b: Pattern) -> None:
+    """Raise an error, the same on every rank, if the patterns have different communicators."""
+    if a.comm.slot != b.comm.slot:
+        raise ValueError(
+            f"{name}: the matrices have different communicators (of {a.comm.size} and "
+            f"{b.comm.size} ranks). Make both patterns with the same `comm`."
+        )
+
+
+def cached_plan(
+    name: str, a: Pattern, b: Pattern, check: Callable[[], str], make: Callable[[], Any]
+) -> Any:
+    """Return the plan that `make` gives for two patterns, made once (collective when it is made).
+
+    `check` returns the text of an error on this rank, which all ranks raise, or an empty string. A
+    plan lives as long as both patterns. The caller has both, so all ranks find it or none does.
+    """
+    plans = a.derived.setdefault(name, weakref.WeakKeyDictionary())
+    if b not in plans:
+        same_communicator(name, a, b)
+        fault = check()
+        raise_error(a.comm, ValueError(f"{name}: {fault}") if fault else None)
+        plans[b] = make()
+    return plans[b]

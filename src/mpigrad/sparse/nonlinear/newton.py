@@ -26,11 +26,9 @@ from mpigrad.sparse.matrix.matrix import Matrix
 from mpigrad.sparse.matrix.pattern import Pattern
 from mpigrad.sparse.nonlinear.newton_steps import INFO, Problem, iterate, require_solution, summary
 from mpigrad.sparse.nonlinear.sparse_jacobian import sparse_jacobian
-from mpigrad.sparse.solvers.base import LinearSolver
-from mpigrad.sparse.solvers.hypre_library import hypre_available
-from mpigrad.sparse.solvers.implicit import implicit_primitive
-from mpigrad.sparse.solvers.krylov.system import noise
-from mpigrad.sparse.solvers.methods import GMRES
+from mpigrad.sparse.solvers.krylov import noise
+from mpigrad.sparse.solvers.libraries import hypre_available
+from mpigrad.sparse.solvers.methods import GMRES, LinearSolver
 from mpigrad.sparse.solvers.nullspace import (
     as_nullspace,
     from_orthonormal,
@@ -38,7 +36,7 @@ from mpigrad.sparse.solvers.nullspace import (
     projected,
     without_nullspace,
 )
-from mpigrad.sparse.solvers.operator_solve import linearized, operator_solve_p
+from mpigrad.sparse.solvers.operator_solve import implicit_primitive, linearized, operator_solve_p
 from mpigrad.sparse.solvers.preconditioners import BoomerAMG, Jacobi
 from mpigrad.sparse.solvers.solve import solve
 

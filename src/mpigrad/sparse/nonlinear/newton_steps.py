@@ -18,8 +18,8 @@ from mpigrad.operations.norms import two_norms
 from mpigrad.solution import Result
 from mpigrad.sparse.matrix.matrix import Matrix
 from mpigrad.sparse.matrix.pattern import Pattern
-from mpigrad.sparse.solvers.base import LinearSolver
-from mpigrad.sparse.solvers.krylov.system import RUNNING, noise
+from mpigrad.sparse.solvers.krylov import RUNNING, noise
+from mpigrad.sparse.solvers.methods import LinearSolver
 from mpigrad.sparse.solvers.nullspace import from_orthonormal, projected
 from mpigrad.sparse.solvers.operator_solve import Operator
 from mpigrad.sparse.solvers.solve import solve

@@ -20,11 +20,15 @@ import scipy.sparse
 from mpigrad.operations.carrier import CARRIER, with_carrier
 from mpigrad.operations.indexing import take
 from mpigrad.operations.local_programs import as_array
-from mpigrad.sparse.matrix.csr import pool_positions
-from mpigrad.sparse.matrix.ghost_exchange import GhostExchange, index_array
+from mpigrad.sparse.matrix.ghost_exchange import (
+    GhostExchange,
+    exchange_with_neighbors,
+    index_array,
+    split_by_counts,
+)
 from mpigrad.sparse.matrix.matrix import Matrix
-from mpigrad.sparse.matrix.neighbor_exchange import exchange_with_neighbors, split_by_counts
 from mpigrad.sparse.matrix.pattern import Pattern
+from mpigrad.sparse.matrix.products import pool_positions
 
 __all__ = ["Colouring", "colouring", "sparse_jacobian"]
 

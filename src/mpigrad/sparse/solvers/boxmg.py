@@ -14,10 +14,9 @@ from mpigrad.operations import _jax_compat as compat
 from mpigrad.operations._jax_compat import Primitive, ShapedArray
 from mpigrad.operations.native_targets import register_target
 from mpigrad.sparse.matrix.pattern import Pattern
-from mpigrad.sparse.solvers import pfmg
-from mpigrad.sparse.solvers.base import INFO, LinearSolver, request_text
-from mpigrad.sparse.solvers.methods import PCG
-from mpigrad.sparse.solvers.multigrid_library import library
+from mpigrad.sparse.solvers.hypre import why_not_structured
+from mpigrad.sparse.solvers.libraries import multigrid_library
+from mpigrad.sparse.solvers.methods import INFO, PCG, LinearSolver, request_text
 from mpigrad.sparse.solvers.preconditioners import BoxMG
 
 __all__ = ["check", "run", "why_not"]
@@ -25,7 +24,7 @@ __all__ = ["check", "run", "why_not"]
 
 def why_not(pattern: Pattern) -> str:
     """Return why BoxMG cannot take a pattern, or an empty string if it can."""
-    return pfmg.why_not(pattern).replace("PFMG", "BoxMG")
+    return why_not_structured(pattern).replace("PFMG", "BoxMG")
 
 
 def check(solver: LinearSolver, pattern: Pattern, dtype: Any) -> None:
@@ -100,7 +99,7 @@ class _System:
             np.concatenate([_fastest_first(offset, 0) for offset in (*offsets, *zero)]),
         ]
         shape, lower, upper, tiles, begins, steps = (ctypes.c_void_p(a.ctypes.data) for a in arrays)
-        self.id = library().mpigrad_multigrid_create(
+        self.id = multigrid_library().mpigrad_multigrid_create(
             ctypes.c_int64(pattern.comm.slot),
             ctypes.c_int(grid.ndim),
             shape,
@@ -113,7 +112,7 @@ class _System:
             steps,
             ctypes.c_int(preconditioner.reuse == "stale"),
         )
-        destroy = library().mpigrad_multigrid_destroy
+        destroy = multigrid_library().mpigrad_multigrid_destroy
         weakref.finalize(self, destroy, ctypes.c_int64(self.id)).atexit = False
 
 
@@ -133,7 +132,7 @@ def _system(pattern: Pattern, preconditioner: BoxMG) -> _System:
 def _solve_primitive() -> Primitive:
     """Make the primitive (values, b, x0, values_id) -> (x, info). `solve` has the derivatives."""
     primitive = Primitive("mpigrad_multigrid_solve")
-    target = register_target("mpigrad_multigrid_solve", library())
+    target = register_target("mpigrad_multigrid_solve", multigrid_library())
 
     def shapes(values: Any, b: Any, x0: Any, values_id: Any, **_: Any) -> list[ShapedArray]:
         return [b, ShapedArray((b.shape[0], INFO), b.dtype)]

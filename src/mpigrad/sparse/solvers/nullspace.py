@@ -21,8 +21,8 @@ from mpigrad.operations import allreduce, require
 from mpigrad.operations.local_programs import as_array
 from mpigrad.operations.norms import two_norms
 from mpigrad.solution import Result
-from mpigrad.sparse.solvers.base import LinearSolver
-from mpigrad.sparse.solvers.krylov.system import noise
+from mpigrad.sparse.solvers.krylov import noise
+from mpigrad.sparse.solvers.methods import LinearSolver
 
 __all__ = [
     "NullSpace",

@@ -1,10 +1,4 @@
-"""Matrix-free solves: the linear map is a function, with messages inside.
-
-A primitive carries the map as a jaxpr (residuals..., link, v) -> A v, made by linearizing the
-user's function. Everything that does not depend on v, messages too, is computed once, outside the
-iteration. `link` is a scalar on which every message of the map depends linearly, so that the
-transpose has the adjoint of each of them, even if a rank's v is constant.
-"""
+"""Matrix-free solves: the linear map is a function, with messages inside."""
 
 from __future__ import annotations
 
@@ -21,17 +15,15 @@ from jax.flatten_util import ravel_pytree
 
 from mpigrad.communicator import Communicator, resolve
 from mpigrad.operations import _jax_compat as compat
+from mpigrad.operations import _jax_repairs as repairs
 from mpigrad.operations import allreduce
-from mpigrad.operations._jax_compat import ShapedArray, ad
+from mpigrad.operations._jax_compat import Primitive, ShapedArray, ad, batching, mlir
 from mpigrad.operations.carrier import CARRIER, carrier, opaque_zero, set_carrier, without_carriers
 from mpigrad.runtime.call_sites import call_site, describe
-from mpigrad.sparse.solvers.base import INFO, LinearSolver, check_hashable
 from mpigrad.sparse.solvers.guesses import Guesses, first_guess, next_vectors
-from mpigrad.sparse.solvers.implicit import implicit_primitive
-from mpigrad.sparse.solvers.krylov.errors import require_success
-from mpigrad.sparse.solvers.krylov.iteration import solve_system
-from mpigrad.sparse.solvers.krylov.system import LinearSystem, noise
-from mpigrad.sparse.solvers.methods import GMRES
+from mpigrad.sparse.solvers.jax_backend import require_success, solve_system
+from mpigrad.sparse.solvers.krylov import LinearSystem, noise
+from mpigrad.sparse.solvers.methods import GMRES, INFO, LinearSolver, check_hashable
 from mpigrad.sparse.solvers.nullspace import (
     as_nullspace,
     check_nullspace,
@@ -49,7 +41,88 @@ from mpigrad.sparse.solvers.scaling import (
     scaled_map,
 )
 
-__all__ = ["Operator", "linearized", "operator_solve_p", "solve_operator"]
+__all__ = [
+    "Operator",
+    "implicit_primitive",
+    "linearized",
+    "operator_solve_p",
+    "solve_operator",
+]
+
+# ---- Primitives that are computed by iterations and differentiated implicitly ----
+
+
+def implicit_primitive(
+    name: str,
+    *,
+    shapes: Callable[..., Sequence[ShapedArray]],
+    run: Callable[..., Any],
+    differentiate: Callable[..., tuple[list[Any], Any, Callable[..., list[Any]]]],
+) -> Primitive:
+    """Make a primitive (..., carrier) -> x, info, ... with messages, and jaxprs as parameters.
+
+    Parameters
+    ----------
+    shapes
+        (avals, **params) -> avals of the results.
+    run
+        (*operands, **params) -> the results: the computation.
+    differentiate
+        (operands, params) -> the results, a pytree of residuals, and the tangent map
+        (residuals, tangents) -> tangents of the results, linear. Info is not differentiated.
+    """
+    primitive = Primitive(f"mpigrad_{name}")
+
+    def jvp(primals: Any, tangents: Any, **params: Any) -> Any:
+        results, residuals, tangent = differentiate(primals, params)
+        return results, tangent(residuals, tangents)
+
+    def linearize(is_vjp: Any, nonzeros: Any, *primals: Any, **params: Any) -> Any:
+        results, residuals, tangent = differentiate(primals, params)
+        leaves, structure = jax.tree.flatten(residuals)
+
+        def linear(leaves: Any, *tangents: Any) -> Any:
+            return tangent(jax.tree.unflatten(structure, leaves), tangents)
+
+        return results, [i != 1 for i in range(len(results))], leaves, linear
+
+    def batch(args: Any, dims: Any, **params: Any) -> Any:
+        # One after the other, for the whole batch: another rank's operands may be batched.
+        n = next(v.shape[d] for v, d in zip(args, dims, strict=True) if d is not None)
+        mapped = [i for i, d in enumerate(dims[:-1]) if d is not None]
+        a = args[-1] if dims[-1] is None else jnp.sum(args[-1])
+
+        def one(member: Any) -> Any:
+            operands = [*args[:-1], a]
+            for i, value in zip(mapped, member[1], strict=True):
+                operands[i] = value
+            return primitive.bind(*operands, **params)
+
+        front = [jnp.moveaxis(args[i], dims[i], 0) for i in mapped]
+        results = jax.lax.map(one, (jnp.arange(n), front))
+        return results, [0] * len(results)
+
+    def eagerly(*operands: Any, **params: Any) -> Any:
+        # Compiled again by each call outside jit: the functions may close over anything.
+        return jax.jit(lambda *operands: primitive.bind(*operands, **params))(*operands)
+
+    compat.make_effectful(primitive, shapes)
+    primitive.def_impl(eagerly)
+    mlir.register_lowering(primitive, mlir.lower_fun(run, multiple_results=True))
+    ad.primitive_jvps[primitive] = jvp
+    compat.set_linearization(primitive, linearize)
+    repairs.always_stage(primitive)
+    batching.primitive_batchers[primitive] = batch
+    return primitive
+
+
+# ---- Matrix-free solves: the linear map is a function, with messages inside ----
+#
+# A primitive carries the map as a jaxpr (residuals..., link, v) -> A v, made by linearizing the
+# user's function. Everything that does not depend on v, messages too, is computed once, outside
+# the iteration. `link` is a scalar on which every message of the map depends linearly, so that
+# the transpose has the adjoint of each of them, even if a rank's v is constant.
+
 
 _LINK = np.float32(0)
 

@@ -31,13 +31,12 @@ from mpigrad.runtime.call_sites import call_site, describe
 from mpigrad.solution import Solution
 from mpigrad.sparse.matrix.matrix import Matrix, apply
 from mpigrad.sparse.matrix.pattern import Pattern
-from mpigrad.sparse.matrix.transpose import transpose_values, transposed
+from mpigrad.sparse.matrix.products import transpose_values, transposed
 from mpigrad.sparse.solvers import boxmg, hypre
-from mpigrad.sparse.solvers.base import INFO, LinearSolver, check_diagonal, check_hashable
 from mpigrad.sparse.solvers.guesses import Guesses, first_guess, next_vectors
-from mpigrad.sparse.solvers.hypre_library import hypre_available
-from mpigrad.sparse.solvers.krylov import matrices
-from mpigrad.sparse.solvers.methods import PCG
+from mpigrad.sparse.solvers.jax_backend import run_iterations
+from mpigrad.sparse.solvers.libraries import hypre_available
+from mpigrad.sparse.solvers.methods import INFO, PCG, LinearSolver, check_diagonal, check_hashable
 from mpigrad.sparse.solvers.nullspace import (
     as_nullspace,
     check_nullspace,
@@ -324,7 +323,7 @@ def _check_solver(solver: LinearSolver, pattern: Pattern, dtype: Any) -> None:
 
 
 # ---- the primitive: (values (1 or B, nnz), b, x0, values_id, null, carrier) -> x, info, vectors,
-# with the shapes of krylov.matrices.run. x0 may also be the vectors of guesses, shape (B, 2 k,
+# with the shapes of run_iterations. x0 may also be the vectors of guesses, shape (B, 2 k,
 # n_local). Then `vectors` are those for the next solve. Otherwise k = 0. `null` has orthonormal
 # null vectors, shape (1 or B, 1 or 2, k, n_local): right ones, and left ones if they differ ----
 
@@ -369,7 +368,7 @@ def _run(
             return boxmg.run(solver, pattern, values, b, x0, values_id, **how)
         if solver.by_hypre:
             return hypre.run(solver, pattern, values, b, x0, values_id, singular=singular, **how)
-        return matrices.run(solver, pattern, values, b, x0, **how)
+        return run_iterations(solver, pattern, values, b, x0, **how)
 
     def scaled_method() -> tuple[Any, Any]:
         # A method of the user may have parameters that fit the matrix. Libraries have no squares of

@@ -19,19 +19,26 @@ from mpigrad.grid.grid import Grid
 from mpigrad.operations import allreduce, require
 from mpigrad.operations.local_programs import as_array
 from mpigrad.waves import arguments
-from mpigrad.waves.absorbing import WaveTile, damping, widths_of
-from mpigrad.waves.acoustic import reference, reference3d
-from mpigrad.waves.acoustic.buoyancy import Buoyancy, buoyancy_of, limiting_square
-from mpigrad.waves.acoustic.layer_filter import layer_filter
-from mpigrad.waves.acoustic.scheme import Scheme
-from mpigrad.waves.acoustic.state import State, at_rest
-from mpigrad.waves.checkpoints import Checkpoints, checkpoint_code
-from mpigrad.waves.history import Memory, history_of
+from mpigrad.waves.absorbing import WaveTile, damping, layer_filter, widths_of
+from mpigrad.waves.acoustic.reference import (
+    Buoyancy,
+    buoyancy_of,
+    limiting_square,
+    propagate_plane,
+    propagate_volume,
+)
+from mpigrad.waves.acoustic.scheme import Scheme, State, at_rest
+from mpigrad.waves.arguments import SECOND_DERIVATIVES, assert_same_run, wave_equation_limit
 from mpigrad.waves.interpolation import point_table
-from mpigrad.waves.options import check_options, runs_native
-from mpigrad.waves.primitive import propagate
-from mpigrad.waves.run_agreement import assert_same_run
-from mpigrad.waves.stability import SECOND_DERIVATIVES, wave_equation_limit
+from mpigrad.waves.native_run import propagate
+from mpigrad.waves.options import (
+    Checkpoints,
+    Memory,
+    check_options,
+    checkpoint_code,
+    history_of,
+    runs_native,
+)
 from mpigrad.waves.survey import Survey
 
 __all__ = ["Acoustic", "Recording"]
@@ -302,8 +309,8 @@ class Acoustic:
             _require_stable(scheme, velocity, buoyancy)
             if state is None:
                 state = at_rest(scheme.tile, survey.n_shots, velocity.dtype)
-            program = reference if self.grid.ndim == 2 else reference3d
-            share, last = program.propagate(scheme, velocity, amplitudes, state, buoyancy)
+            program = propagate_plane if self.grid.ndim == 2 else propagate_volume
+            share, last = program(scheme, velocity, amplitudes, state, buoyancy)
         if gathers == "complete":
             share = allreduce(share, comm=self.grid.comm)
         return Recording(share, last)

@@ -1,23 +1,103 @@
-"""The static data of a run of acoustic waves."""
+"""The static data and the fields of a run of acoustic waves."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Any
+import math
+from typing import Any, NamedTuple
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 
+from mpigrad._shapes import Array, Float, Int
 from mpigrad.waves.absorbing import WaveTile
-from mpigrad.waves.acoustic.state import memory_size
-from mpigrad.waves.history import History
+from mpigrad.waves.arguments import common_settings, fingerprint, wave_equation_limit
 from mpigrad.waves.interpolation import PointTable
 from mpigrad.waves.native_run import AcousticSettings, Run, RunSettings, native_axes
-from mpigrad.waves.run_agreement import common_settings, fingerprint
-from mpigrad.waves.stability import wave_equation_limit
+from mpigrad.waves.options import History
 from mpigrad.waves.survey import Survey
 
-__all__ = ["Scheme"]
+__all__ = [
+    "Scheme",
+    "State",
+    "at_rest",
+    "memory_cells",
+    "memory_size",
+    "pack",
+    "unpack",
+]
+
+# ---- The fields of acoustic waves on a rank's wave tile ----
+
+
+class State(NamedTuple):
+    """The fields of all shots at one time, on this rank's tile with its absorbing layers.
+
+    Attributes
+    ----------
+    field
+        The pressure, shape (n_shots, nx, ny) or (n_shots, nx, ny, nz) with the cells of
+        `Acoustic.tile`.
+    previous
+        The pressure one step earlier, with the same shape.
+    memory
+        The memories of the absorbing layers one after the other, each in C order, shape (n_shots,
+        n). On two axes they are phi and psi in this rank's cells of all layers. On three axes they
+        are p and z along x, then along y, then along z, in the cells of the layers of this axis.
+        Without layers n = 0.
+    """
+
+    field: Float[Array, "shots ..."]
+    previous: Float[Array, "shots ..."]
+    memory: Float[Array, "shots m"]
+
+
+def memory_cells(tile: WaveTile) -> list[Int[np.ndarray, " _"]]:
+    """Return for each memory the cells in which it exists, as indices of this rank's tile."""
+    along = []  # in the layers of each axis
+    for axis, part in enumerate(tile.interior):
+        layers = np.zeros(tile.shape, bool)
+        view = np.moveaxis(layers, axis, 0)
+        view[: part.start] = view[part.stop :] = True
+        along.append(layers)
+    if tile.grid.ndim == 2:
+        return [np.flatnonzero(along[0] | along[1])] * 2
+    return [np.flatnonzero(layers) for layers in along for _ in range(2)]
+
+
+def at_rest(tile: WaveTile, n_shots: int, dtype: np.dtype) -> State:
+    """Return a state whose fields are all zero."""
+    field = jnp.zeros((n_shots, *tile.shape), dtype)
+    return State(field, field, jnp.zeros((n_shots, memory_size(tile)), dtype))
+
+
+def memory_size(tile: WaveTile) -> int:
+    """Return the number of values that the layers of this rank keep for each shot."""
+    return sum(cells.size for cells in memory_cells(tile))
+
+
+def unpack(tile: WaveTile, memory: jax.Array) -> tuple[jax.Array, ...]:
+    """Return the memories as fields that are zero where they do not exist."""
+    cells = memory_cells(tile)
+    ends = np.cumsum([c.size for c in cells])
+    shape = (memory.shape[0], math.prod(tile.shape))
+    return tuple(
+        jnp.zeros(shape, memory.dtype).at[:, c].set(part).reshape(-1, *tile.shape)
+        for c, part in zip(cells, jnp.split(memory, ends[:-1], axis=1), strict=True)
+    )
+
+
+def pack(tile: WaveTile, *memories: jax.Array) -> jax.Array:
+    """Return the values of the memories where they exist."""
+    cells = memory_cells(tile)
+    return jnp.concatenate(
+        [f.reshape(f.shape[0], -1)[:, c] for c, f in zip(cells, memories, strict=True)], axis=1
+    )
+
+
+# ---- The static data of a run of acoustic waves ----
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -1,21 +1,334 @@
-"""Effective media: parameters of the cells, averaged to the points of the staggered fields."""
+"""The fields of elastic waves, effective media, and sides without traction."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import NamedTuple
+import itertools
+from collections.abc import Mapping, Sequence
+from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax import lax
 from jax.typing import ArrayLike
 
 from mpigrad._shapes import Array, Float
 from mpigrad.grid.halo_exchange import halo_exchange
-from mpigrad.waves.absorbing import WaveTile
-from mpigrad.waves.elastic.free_surface import Surface, stagger_of, without_traction
-from mpigrad.waves.elastic.state import axis_pairs
+from mpigrad.waves.absorbing import WaveTile, Widths, widths_of
 
-__all__ = ["Media", "effective_media", "lame", "native_models"]
+__all__ = [
+    "CELLS",
+    "AnelasticState",
+    "Fields",
+    "Media",
+    "Side",
+    "State",
+    "Surface",
+    "VolumeState",
+    "at_rest",
+    "axis_pairs",
+    "effective_media",
+    "from_native",
+    "is_at",
+    "join",
+    "lame",
+    "native_models",
+    "near_differences",
+    "source_factors",
+    "split",
+    "stagger_of",
+    "state_shapes",
+    "surface_of",
+    "to_native",
+    "without_layer",
+    "without_traction",
+]
+
+# ---- The fields of elastic waves on a rank's wave tile ----
+
+
+Field = Float[Array, "shots x y"]
+VolumeField = Float[Array, "shots x y z"]
+
+
+class State(NamedTuple):
+    """This rank's fields between two steps, on its tile with the layers next to it.
+
+    Velocities (m/s) are half a time step behind the stresses (Pa). `memory_x` holds the C-PML's
+    memory of the x-derivatives of (sigma_xx, sigma_xy, v_x, v_y) in the layers before and after
+    the tile along x. `memory_y` holds that of the y-derivatives of (sigma_yy, sigma_xy, v_y, v_x).
+    """
+
+    vx: Field
+    vy: Field
+    sxx: Field
+    syy: Field
+    sxy: Field
+    memory_x: Float[Array, "shots 4 px y"]
+    memory_y: Float[Array, "shots 4 x py"]
+
+
+class VolumeState(NamedTuple):
+    """This rank's fields of a run on three axes, as `State` has those of two.
+
+    `memory_x` holds the memory of the x-derivatives of (sigma_xx, sigma_xy, sigma_xz, v_x, v_y,
+    v_z). In `memory_y` and `memory_z` the fields of the axis come first too: (sigma_yy, sigma_xy,
+    sigma_yz, v_y, v_x, v_z) and (sigma_zz, sigma_xz, sigma_yz, v_z, v_x, v_y).
+    """
+
+    vx: VolumeField
+    vy: VolumeField
+    vz: VolumeField
+    sxx: VolumeField
+    syy: VolumeField
+    szz: VolumeField
+    sxy: VolumeField
+    sxz: VolumeField
+    syz: VolumeField
+    memory_x: Float[Array, "shots 6 px y z"]
+    memory_y: Float[Array, "shots 6 x py z"]
+    memory_z: Float[Array, "shots 6 x y pz"]
+
+
+class AnelasticState(NamedTuple):
+    """This rank's fields of a run with attenuation.
+
+    Attributes
+    ----------
+    elastic
+        Velocities, stresses and the memories of the layers.
+    strain
+        Memories of the strain rates of xx, yy (zz), 2 xy (2 xz, 2 yz), for each mechanism.
+    """
+
+    elastic: State | VolumeState
+    strain: Float[Array, "shots mechanisms components ..."]
+
+
+class Fields(NamedTuple):
+    """The arrays of a state, in groups of one array for each axis or pair of axes."""
+
+    velocities: tuple[jax.Array, ...]
+    normals: tuple[jax.Array, ...]
+    shears: tuple[jax.Array, ...]
+    memories: tuple[jax.Array, ...]
+
+
+def axis_pairs(axes: int) -> list[tuple[int, int]]:
+    """Return the pairs of axes in the order of the shear stresses: xy, xz, yz."""
+    return list(itertools.combinations(range(axes), 2))
+
+
+def split(state: State | VolumeState) -> Fields:
+    """Return the arrays of a state in groups."""
+    n = 2 if isinstance(state, State) else 3
+    ends = list(itertools.accumulate([0, n, n, len(axis_pairs(n)), n]))
+    return Fields(*(tuple(state[a:b]) for a, b in itertools.pairwise(ends)))
+
+
+def join(fields: Fields) -> State | VolumeState:
+    """Return the state of arrays in groups."""
+    kind = State if len(fields.velocities) == 2 else VolumeState
+    return kind(*itertools.chain(*fields))
+
+
+def at_rest(
+    shots: int, shape: tuple[int, ...], layers: tuple[int, ...], dtype: np.dtype
+) -> State | VolumeState:
+    """Return zero fields on a wave tile of `shape` cells, with `layers` of them in the C-PML."""
+    kind = State if len(shape) == 2 else VolumeState
+    return kind(*(jnp.zeros((shots, *array), dtype) for array in state_shapes(shape, layers)))
+
+
+def state_shapes(shape: tuple[int, ...], layers: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
+    """Return the shapes of a state's arrays without their axis of shots, as for `at_rest`."""
+    n = len(shape)
+    memories = [
+        (2 * n, *shape[:axis], width, *shape[axis + 1 :]) for axis, width in enumerate(layers)
+    ]
+    return (*(shape,) * (2 * n + len(axis_pairs(n))), *memories)
+
+
+def to_native(state: State | VolumeState) -> list[jax.Array]:
+    """Return the arrays of the native kernels.
+
+    On two axes they have (sxx + syy) / 2 and (sxx - syy) / 2 instead of sxx and syy.
+    """
+    if isinstance(state, VolumeState):
+        return list(state)
+    mean, deviation = (state.sxx + state.syy) / 2, (state.sxx - state.syy) / 2
+    memories = state.memory_x, state.memory_y
+    return [state.vx, state.vy, mean, deviation, state.sxy, *memories]
+
+
+def from_native(arrays: Sequence[jax.Array]) -> State | VolumeState:
+    """Return the state of the arrays of the native kernels."""
+    if len(arrays) == len(VolumeState._fields):
+        return VolumeState(*arrays)
+    vx, vy, mean, deviation, sxy, *memories = arrays
+    return State(vx, vy, mean + deviation, mean - deviation, sxy, *memories)
+
+
+# ---- A side of an elastic model without traction, by summation by parts ----
+#
+# The surface is the side of the grid. Points that lie half a cell from the cell centres along its
+# axis, of the normal velocity and of two shear stresses, lie on it. Next to the surface the
+# differences are one-sided, second order, and those of O'Reilly et al. ("Energy stable and high-
+# order-accurate finite difference methods on staggered grids", J. Comput. Phys. 346, 2017). With
+# the weights W of the points, the difference to half points is -(W D)^T of the difference D to
+# cell centres. So the traction of the surface vanishes in the equations of motion, energy is
+# conserved, and the positions of a source and a receiver can be exchanged.
+
+
+Side = Literal["x0", "x1", "y0", "y1", "z0", "z1"]
+
+CELLS = 6  # that a tile next to the surface needs, for differences and interpolation
+
+# Rows of differences, from the surface inwards: to centres from the half points 0, 1, ..., and to
+# half points from the centres 1/2, 3/2, ...
+_TO_CENTERS = np.array([
+    [-79 / 78, 27 / 26, -1 / 26, 1 / 78, 0],
+    [2 / 21, -9 / 7, 9 / 7, -2 / 21, 0],
+    [1 / 75, 0, -27 / 25, 83 / 75, -1 / 25],
+])  # fmt: skip
+_TO_HALVES = np.array([
+    [79 / 28, -3 / 14, -1 / 28, 0, 0],
+    [-1, 1, 0, 0, 0],
+    [1 / 24, -9 / 8, 9 / 8, -1 / 24, 0],
+    [-1 / 71, 6 / 71, -83 / 71, 81 / 71, -3 / 71],
+])  # fmt: skip
+_CENTER_WEIGHTS = (13 / 12, 7 / 8, 25 / 24)
+_HALF_WEIGHTS = (7 / 18, 9 / 8, 1, 71 / 72)
+
+
+class Surface(NamedTuple):
+    """The first (end 0) or last (end 1) side of an axis."""
+
+    axis: int
+    end: int
+
+
+def surface_of(side: Side | None, axes: int) -> Surface | None:
+    """Return the surface of a name such as "z0", the side before the first cell along z.
+
+    Raises
+    ------
+    ValueError
+        If there is not such a side.
+    """
+    if side is None:
+        return None
+    sides = [f"{axis}{end}" for axis in "xyz"[:axes] for end in (0, 1)]
+    if side not in sides:
+        raise ValueError(
+            f"Elastic: free_surface must be one of {tuple(sides)} or None on {axes} axes, got "
+            f"{side!r}."
+        )
+    return Surface(*divmod(sides.index(side), 2))
+
+
+def without_layer(pml: object, surface: Surface | None, axes: int) -> Widths:
+    """Return the widths of the layers. One number for all sides leaves the surface out.
+
+    Raises
+    ------
+    ValueError
+        If the surface has a layer of its own.
+    """
+    widths = widths_of(pml, axes)
+    if surface is None:
+        return widths
+    if isinstance(pml, int | np.integer):
+        pairs = [list(pair) for pair in widths]
+        pairs[surface.axis][surface.end] = 0
+        return tuple((before, behind) for before, behind in pairs)
+    if widths[surface.axis][surface.end]:
+        raise ValueError(
+            f"Elastic: the free surface is side {surface.end} of axis {surface.axis}, but pml "
+            f"gives it a layer of {widths[surface.axis][surface.end]} cells. Make it 0."
+        )
+    return widths
+
+
+def is_at(surface: Surface | None, tile: WaveTile) -> bool:
+    """Return whether this rank's tile lies at the surface."""
+    if surface is None:
+        return False
+    coordinate, tiles = tile.grid.coords[surface.axis], tile.grid.dims[surface.axis]
+    return coordinate == (0, tiles - 1)[surface.end]
+
+
+def stagger_of(surface: Surface | None, axis: int) -> int:
+    """Return 1 if the half points of an axis lie behind the cell centres, -1 if before them.
+
+    So that half points lie on the surface, they lie before the centres if it is the first side.
+    """
+    return -1 if surface == (axis, 0) else 1
+
+
+def near_differences(
+    field: Float[Array, ...], g: Float[Array, ...], surface: Surface, spacing: float, half: bool
+) -> Float[Array, ...]:
+    """Return differences g of a field with the shots first, with those next to the surface.
+
+    Parameters
+    ----------
+    half
+        True for differences at half points, of a field at the cell centres.
+    """
+    axis = surface.axis + 1 - g.ndim
+    table = _TO_HALVES if half else _TO_CENTERS
+    rows, reach = table.shape
+    table = table / spacing
+    if surface.end == 1:  # mirrored
+        table = -table[::-1, ::-1]
+    cells = g.shape[axis]
+    near = lax.slice_in_dim(field, *_ends(surface, reach, cells), axis=axis + g.ndim)
+    rest = lax.slice_in_dim(
+        g, *((rows, cells) if surface.end == 0 else (0, cells - rows)), axis=axis + g.ndim
+    )
+    first = jnp.moveaxis(
+        jnp.tensordot(jnp.asarray(table, g.dtype), near, ((1,), (axis + g.ndim,))), 0, axis
+    )
+    return jnp.concatenate([first, rest] if surface.end == 0 else [rest, first], axis)
+
+
+def without_traction(
+    shears: tuple[Float[Array, "*cells"], ...], surface: Surface, tile: WaveTile
+) -> tuple[Float[Array, "*cells"], ...]:
+    """Return the shear moduli with zeros on the surface, so that its shear stress stays zero."""
+    if not is_at(surface, tile):
+        return shears
+    row = 0 if surface.end == 0 else -1
+    index = (*(slice(None),) * surface.axis, row)
+    pairs = axis_pairs(tile.grid.ndim)
+    return tuple(
+        mu.at[index].set(0) if surface.axis in pair else mu
+        for pair, mu in zip(pairs, shears, strict=True)
+    )
+
+
+def source_factors(
+    surface: Surface | None, tile: WaveTile, half: bool
+) -> Float[np.ndarray, "*ones"]:
+    """Return 1 / weight of the points next to the surface, which sources are multiplied by."""
+    axes = tile.grid.ndim
+    if surface is None or not is_at(surface, tile):
+        return np.ones((1,) * axes)
+    weights = np.ones(tile.shape[surface.axis])
+    near = _HALF_WEIGHTS if half else _CENTER_WEIGHTS
+    weights[: len(near)] = near
+    if surface.end == 1:
+        weights = weights[::-1]
+    return (1 / weights).reshape([-1 if axis == surface.axis else 1 for axis in range(axes)])
+
+
+def _ends(surface: Surface, reach: int, cells: int) -> tuple[int, int]:
+    return (0, reach) if surface.end == 0 else (cells - reach, cells)
+
+
+# ---- Effective media: parameters of the cells, averaged to the points of the staggered fields
+
 
 Tile = Float[Array, "*cells"]
 

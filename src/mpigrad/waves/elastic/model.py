@@ -16,37 +16,39 @@ from mpigrad.grid.grid import Grid
 from mpigrad.operations import allreduce
 from mpigrad.operations.local_programs import as_array
 from mpigrad.waves import arguments
-from mpigrad.waves.absorbing import WaveTile
-from mpigrad.waves.checkpoints import Checkpoints, checkpoint_code
+from mpigrad.waves.absorbing import WaveTile, layer
+from mpigrad.waves.arguments import assert_same_run, staggered_limit
 from mpigrad.waves.elastic import reference
-from mpigrad.waves.elastic.absorbing import layer
-from mpigrad.waves.elastic.attenuation import Lame, loss_of, low_q_text, moduli, smallest
-from mpigrad.waves.elastic.free_surface import (
-    Side,
-    Surface,
-    stagger_of,
-    surface_of,
-    without_layer,
+from mpigrad.waves.elastic.attenuation import (
+    Lame,
+    largest_step,
+    loss_of,
+    low_q_text,
+    moduli,
+    require_factors,
+    require_stable,
+    smallest,
 )
-from mpigrad.waves.elastic.media import effective_media, native_models
-from mpigrad.waves.elastic.scheme import Component, Scheme, Source, tables
-from mpigrad.waves.elastic.settings import check_settings
-from mpigrad.waves.elastic.state import (
+from mpigrad.waves.elastic.media import (
     AnelasticState,
+    Side,
     State,
+    Surface,
     VolumeState,
     at_rest,
     axis_pairs,
+    effective_media,
     from_native,
+    native_models,
+    stagger_of,
+    surface_of,
     to_native,
+    without_layer,
 )
-from mpigrad.waves.elastic.validity import largest_step, require_factors, require_stable
-from mpigrad.waves.history import Memory, history_of
-from mpigrad.waves.options import runs_native
-from mpigrad.waves.primitive import propagate
+from mpigrad.waves.elastic.scheme import Component, Scheme, Source, check_settings, tables
+from mpigrad.waves.native_run import propagate
+from mpigrad.waves.options import Checkpoints, Memory, checkpoint_code, history_of, runs_native
 from mpigrad.waves.relaxation import Relaxation
-from mpigrad.waves.run_agreement import assert_same_run
-from mpigrad.waves.stability import staggered_limit
 from mpigrad.waves.survey import Survey
 
 __all__ = ["Elastic", "Recording", "make_scheme"]

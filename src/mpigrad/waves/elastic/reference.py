@@ -26,15 +26,22 @@ from jax import lax
 
 from mpigrad._shapes import Array, Float
 from mpigrad.operations.indexing import put, take
-from mpigrad.waves.elastic.absorbing import Layer
+from mpigrad.waves.absorbing import Layer
 from mpigrad.waves.elastic.attenuation import Loss, relax
-from mpigrad.waves.elastic.free_surface import (
+from mpigrad.waves.elastic.media import (
+    AnelasticState,
+    Fields,
+    Media,
+    State,
+    VolumeState,
+    axis_pairs,
     is_at,
+    join,
     near_differences,
     source_factors,
+    split,
     stagger_of,
 )
-from mpigrad.waves.elastic.media import Media
 from mpigrad.waves.elastic.scheme import (
     REACH,
     SOURCES,
@@ -42,15 +49,6 @@ from mpigrad.waves.elastic.scheme import (
     Scheme,
     axis_of,
     points_of,
-)
-from mpigrad.waves.elastic.state import (
-    AnelasticState,
-    Fields,
-    State,
-    VolumeState,
-    axis_pairs,
-    join,
-    split,
 )
 from mpigrad.waves.face_exchange import exchange_faces
 

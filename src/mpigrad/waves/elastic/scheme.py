@@ -1,4 +1,4 @@
-"""The static data of a run of elastic waves."""
+"""The static data of a run of elastic waves, and checks of its settings."""
 
 from __future__ import annotations
 
@@ -9,15 +9,14 @@ from typing import Any, Literal
 
 import numpy as np
 
-from mpigrad.waves.absorbing import WaveTile
-from mpigrad.waves.elastic.absorbing import Layer
-from mpigrad.waves.elastic.free_surface import Surface, stagger_of
-from mpigrad.waves.elastic.state import state_shapes
-from mpigrad.waves.history import History
+from mpigrad.waves import arguments
+from mpigrad.waves.absorbing import Layer, WaveTile
+from mpigrad.waves.arguments import common_settings, fingerprint
+from mpigrad.waves.elastic.media import CELLS, Surface, stagger_of, state_shapes, surface_of
 from mpigrad.waves.interpolation import PointTable, point_table
 from mpigrad.waves.native_run import ElasticSettings, Run, RunSettings
+from mpigrad.waves.options import History
 from mpigrad.waves.relaxation import Relaxation
-from mpigrad.waves.run_agreement import common_settings, fingerprint
 from mpigrad.waves.survey import Survey
 
 __all__ = [
@@ -28,10 +27,14 @@ __all__ = [
     "Scheme",
     "Source",
     "axis_of",
+    "check_settings",
     "components_of",
     "points_of",
     "tables",
 ]
+
+# ---- The static data of a run of elastic waves ----
+
 
 Source = Literal["explosive", "force_x", "force_y", "force_z"]
 Component = Literal["vx", "vy", "vz", "pressure"]
@@ -215,3 +218,43 @@ def points_of(table: PointTable, shots: int, count: int, shape: tuple[int, ...])
         (cells + size * shot).ravel(),
         np.tile(table.weights, shots),
     )
+
+
+# ---- Checks of the settings of elastic waves ----
+
+
+def check_settings(model: Any) -> None:
+    """Raise a ValueError if a setting of an `Elastic` is not valid."""
+    arguments.check_settings(model, ("dt", "steps", "frequency"), REACH, axes=(2, 3))
+    axes = model.grid.ndim
+    components = components_of(axes)
+    sources = tuple(name for name, field in SOURCES.items() if field in components)
+    if model.source not in sources:
+        raise ValueError(
+            f"Elastic: source must be one of {sources} on {axes} axes, got {model.source!r}."
+        )
+    if not model.components or not set(model.components) <= set(components):
+        raise ValueError(
+            f"Elastic: components must be some of {components} on {axes} axes, got "
+            f"{model.components!r}."
+        )
+    _check_reference(model)
+    surface = surface_of(model.free_surface, axes)
+    if surface and model.grid.smallest_tile[surface.axis] < CELLS:
+        raise ValueError(
+            f"Elastic: the smallest tile has {model.grid.smallest_tile[surface.axis]} cells along "
+            f"the axis of the free surface, {surface.axis}, and needs {CELLS}. Use other dims or "
+            "more cells."
+        )
+
+
+def _check_reference(model: Any) -> None:
+    if model.reference is None:
+        return
+    if model.relaxation is None:
+        raise ValueError(
+            f"Elastic: reference={model.reference} needs a relaxation. Give one, or leave the "
+            "reference out."
+        )
+    if not (model.reference > 0 and math.isfinite(model.reference)):
+        raise ValueError(f"Elastic: reference must be positive and finite, got {model.reference}.")

@@ -1,4 +1,4 @@
-"""hypre's library: its availability, the MPI that it was built for, and its statistics."""
+"""The native libraries of hypre and of mpigrad's multigrid: availability and statistics."""
 
 from __future__ import annotations
 
@@ -20,16 +20,42 @@ from mpigrad.runtime.native import (
 )
 from mpigrad.runtime.native import library as communication
 from mpigrad.runtime.native_path import ANY_MPI, hypre_built_with, native_path
-from mpigrad.sparse.solvers.multigrid_library import totals
+from mpigrad.runtime.processor import variant_library
 
 __all__ = [
     "check_size",
     "hypre_available",
     "hypre_version",
     "library",
+    "multigrid_library",
     "solver_seconds",
+    "totals",
     "why_no_hypre",
 ]
+
+# ---- The native library of mpigrad's own multigrid, and its statistics ----
+
+
+@functools.cache
+def multigrid_library() -> Any:
+    """Return the library of multigrid for this processor."""
+    lib = native_library(variant_library("multigrid"))
+    assert lib is not None
+    lib.mpigrad_multigrid_create.restype = ctypes.c_int64
+    lib.mpigrad_multigrid_totals.argtypes = [ctypes.c_void_p, ctypes.c_void_p]
+    return lib
+
+
+def totals() -> tuple[np.ndarray, np.ndarray]:
+    """Return the seconds of set-up and solving, and the counts of set-ups, solves and systems."""
+    spent, counts = np.zeros(2), np.zeros(3, np.int64)
+    if multigrid_library.cache_info().currsize:
+        multigrid_library().mpigrad_multigrid_totals(spent.ctypes.data, counts.ctypes.data)
+    return spent, counts
+
+
+# ---- hypre's library: its availability, the MPI that it was built for, and its statistics ----
+
 
 _LIBRARY = "mpigrad_hypre"
 

@@ -1,0 +1,405 @@
+"""Krylov methods written in JAX: for any linear map, any floating-point type, without hypre."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from mpigrad.communicator import Communicator
+from mpigrad.operations import allreduce
+from mpigrad.operations.carrier import mark_common_branch
+from mpigrad.solution import Result
+
+__all__ = [
+    "RUNNING",
+    "LinearSystem",
+    "Outcome",
+    "bicgstab",
+    "gmres",
+    "noise",
+    "pcg",
+]
+
+# ---- The interface between a linear system and the iterative methods that solve it ----
+
+
+RUNNING = -1
+# A restart from the true residual must have reduced its square by this factor since the last one.
+_PROGRESS = 0.999
+_PROBES = (2654435761, 2246822519)  # seeds of the vectors that check a matrix
+
+
+class Outcome(NamedTuple):
+    """The end of a built-in method: x, |b - A x|^2, |b|^2, the number of steps and a `Result`."""
+
+    x: jax.Array
+    rr: jax.Array
+    bb: jax.Array
+    num_steps: jax.Array
+    result: jax.Array
+
+
+@dataclasses.dataclass(frozen=True)
+class LinearSystem:
+    """This rank's part of a linear system A x = b, as `LinearSolver.iterate` gets it.
+
+    Attributes
+    ----------
+    product
+        The function v -> A v, with v and A v like `b`. It exchanges messages, so all ranks call it
+        the same number of times.
+    precondition
+        The function r -> M r, where M is the preconditioner, or the identity. All ranks call it the
+        same number of times, too.
+    b, x0
+        The right-hand side and the first guess, shape (n_local,).
+    rtol, max_steps
+        The tolerance and the largest number of steps, those of the solver.
+    comm
+        The communicator over whose ranks the system is distributed.
+
+    Examples
+    --------
+    >>> import jax.numpy as jnp
+    >>> import mpigrad as mg
+    >>> from mpigrad.sparse import LinearSystem
+    >>> b = jnp.array([1.0, 2.0])
+    >>> comm = mg.default_communicator()
+    >>> system = LinearSystem(lambda v: 2 * v, lambda r: r / 2, b, 0 * b, 1e-6, 10, comm)
+    >>> bb, ba = system.dots((b, b), (b, system.product(b)))  # over all ranks
+    >>> float(bb), float(ba)
+    (5.0, 10.0)
+    """
+
+    product: Callable[[jax.Array], jax.Array]
+    precondition: Callable[[jax.Array], jax.Array]
+    b: jax.Array
+    x0: jax.Array
+    rtol: float
+    max_steps: int
+    comm: Communicator
+    # The rest is for the checks of the built-in methods. An index of this rank's first entry, which
+    # differs between ranks:
+    first: int = 0
+    wrong: Any = False  # True if some input of this rank is not finite
+    negative: Any = False  # True if some input of this rank shows that A is not positive definite
+    scale: Any = 1.0  # 1 / sqrt(diagonal of A), if it is known
+    # |f(v) - A v|^2 and |A v|^2 for a vector v on this rank, if A is the linearization of f.
+    defect: Any = (0.0, 0.0)
+
+    def sums(self, terms: jax.Array) -> jax.Array:
+        """Return the sums over ranks, by one message."""
+        return allreduce(terms, comm=self.comm)
+
+    def dots(self, *pairs: tuple[jax.Array, jax.Array]) -> jax.Array:
+        """Return the inner products over all ranks of these pairs, by one message.
+
+        The first vector of each pair is conjugated. The result has shape (len(pairs),).
+        """
+        return self.sums(jnp.stack([jnp.vdot(u, v) for u, v in pairs]))
+
+    def begin(self, *more: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array, Any]:
+        """Return |b|^2, the goal for |b - A x|^2, `Result` or RUNNING, and the sums of `more`."""
+        bad = self.wrong | ~jnp.isfinite(self.b).all() | ~jnp.isfinite(self.x0).all()
+        terms = [bad, self.negative, *self.defect, jnp.vdot(self.b, self.b), *more]
+        total = self.sums(jnp.stack([jnp.asarray(v).astype(self.b.dtype) for v in terms]))
+        wrong, negative, defect, product, size = total[:5].real
+        state = jnp.where(negative > 0, Result.NOT_POSITIVE_DEFINITE, RUNNING)
+        differs = defect > jnp.finfo(size.dtype).eps * product
+        state = jnp.where(differs, Result.NOT_LINEAR, state)
+        finite = jnp.isfinite(size) & jnp.isfinite(defect)
+        state = jnp.where((wrong > 0) | ~finite, Result.NOT_FINITE, state)
+        goal = jnp.asarray(self.rtol, size.dtype) ** 2 * size
+        return size, goal, state.astype("int32"), total[5:]
+
+    def begin_symmetric(self) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Begin, and check that A is symmetric: |b|^2, the goal, and `Result` or RUNNING."""
+        u, w = probes = jnp.stack(
+            [noise(self.first, self.b.shape[0], self.b.dtype, seed) for seed in _PROBES]
+        )
+        # Scaled by the diagonal: a row of huge entries would hide all others.
+        au, aw = jax.lax.map(lambda v: self.scale * self.product(self.scale * v), probes)
+        size, goal, state, (asymmetry, spread) = self.begin(
+            jnp.vdot(w.conj(), au) - jnp.vdot(u.conj(), aw), jnp.vdot(au, au) + jnp.vdot(aw, aw)
+        )
+        # If A is not symmetric, w.Au - u.Aw is about as large as |Au|. If it is, this is rounding.
+        spread = spread.real
+        skew = jnp.abs(asymmetry) > jnp.sqrt(jnp.finfo(spread.dtype).eps * spread)
+        state = jnp.where((state == RUNNING) & skew, Result.NOT_SYMMETRIC, state)
+        state = jnp.where(jnp.isfinite(spread), state, Result.NOT_FINITE)
+        return size, goal, state.astype("int32")
+
+    def guess(self, size: jax.Array) -> jax.Array:
+        """Return the first guess, or zero if the right-hand side is zero: the solution then."""
+        return jnp.where(size > 0, self.x0, 0)
+
+    def verdict(self, rr: Any, goal: Any, last: Any, steps: Any) -> jax.Array:
+        """Return `Result` or RUNNING from the true residual, and its value at the last restart.
+
+        A method that has made no progress since then would never end: rounding allows no smaller
+        residual, or the matrix is singular.
+        """
+        state = jnp.where(rr < _PROGRESS * last, RUNNING, Result.STAGNATED)
+        state = jnp.where(steps >= self.max_steps, Result.MAX_STEPS_REACHED, state)
+        state = jnp.where(rr <= goal, Result.SUCCESSFUL, state)
+        return self.unless_finite(rr, state, steps)
+
+    def unless_finite(self, rr: Any, state: Any, steps: Any) -> jax.Array:
+        """Return `state` if `rr` is finite, else the reason why it is not."""
+        fault = jnp.where(steps > 0, Result.BREAKDOWN, Result.NOT_FINITE)
+        return jnp.where(jnp.isfinite(rr), state, fault).astype("int32")
+
+
+def noise(first: int, n: int, dtype: Any, seed: int) -> jax.Array:
+    """Return a vector in [-1, 1) that looks random. Entry i depends on first + i alone.
+
+    Integer arithmetic: a sine may round differently in each loop that XLA fuses it into.
+    """
+    row = jnp.arange(n, dtype="uint32") + np.uint32(first % 2**32)
+    bits = row * np.uint32(seed)
+    bits = (bits ^ (bits >> 15)) * np.uint32(3266489917)
+    return ((bits >> 8).astype(jnp.finfo(dtype).dtype) * 2.0**-23 - 1).astype(dtype)
+
+
+# ---- Preconditioned conjugate gradients with one reduction in each iteration ----
+
+
+class _CGIterate(NamedTuple):
+    x: jax.Array
+    r: jax.Array  # b - A x, by recursion
+    p: jax.Array
+    ap: jax.Array
+    rz: jax.Array
+    alpha: jax.Array
+    rr: jax.Array
+    last: jax.Array  # |b - A x|^2 at the last check
+    steps: jax.Array
+    check: jax.Array  # True if the next product is A x, to compute b - A x again
+    state: jax.Array
+
+
+def pcg(s: LinearSystem) -> Outcome:
+    """Solve with a symmetric positive definite A (Chronopoulos & Gear, J. Comput. Appl. Math. 25,
+    1989).
+
+    The recursions drift from the true residual. So when the method seems to have converged, the
+    true residual is computed, and the method restarts from it if it is too large.
+    """
+    dtype = s.b.dtype
+    eps = jnp.finfo(dtype).eps
+    size, goal, state = s.begin_symmetric()
+
+    def step(i: _CGIterate) -> _CGIterate:
+        z = s.precondition(i.r)
+        q = s.product(jnp.where(i.check, i.x, z))
+        r = jnp.where(i.check, s.b - q, i.r)
+        rr, rz, zaz = s.dots((r, r), (i.r, z), (z, q))
+
+        seems_done = (rr <= goal) | (i.steps >= s.max_steps)
+        beta = rz / i.rz
+        curvature = zaz - beta * rz / i.alpha  # p.Ap of the new direction p = z + beta p
+        bad = (rz <= 0) | (zaz <= 0) | (curvature < -jnp.sqrt(eps) * zaz)
+        go = ~i.check & ~seems_done & (curvature > 0) & ~bad
+        beta, alpha = jnp.where(go, beta, 0), jnp.where(go, rz / curvature, 0)
+        p, ap = z + beta * i.p, q + beta * i.ap
+
+        going = jnp.where(bad & ~seems_done, Result.NOT_POSITIVE_DEFINITE, RUNNING)
+        state = jnp.where(i.check, s.verdict(rr, goal, i.last, i.steps), going)
+        return _CGIterate(
+            i.x + alpha * p,
+            r - alpha * ap,
+            p,
+            ap,
+            jnp.where(go, rz, jnp.inf),  # infinite: the next direction is the residual's
+            jnp.where(go, alpha, 1),
+            rr,
+            jnp.where(i.check, rr, i.last),
+            i.steps + go,
+            ~i.check & ~go,
+            s.unless_finite(rr + rz + zaz, state, i.steps),
+        )
+
+    zero, one = jnp.zeros_like(s.b), jnp.ones((), dtype)
+    infinite, true = jnp.full((), jnp.inf, dtype), jnp.ones((), bool)
+    first = _CGIterate(
+        s.guess(size), zero, zero, zero, infinite, one, size, infinite,
+        jnp.zeros((), "int32"), true, state,
+    )  # fmt: skip
+    end = jax.lax.while_loop(lambda i: i.state == RUNNING, step, first)
+    return Outcome(end.x, end.rr, size, end.steps, end.state)
+
+
+# ---- Stabilised biconjugate gradients, two reductions in each iteration ----
+
+
+class _BiCGStabIterate(NamedTuple):
+    x: jax.Array
+    r: jax.Array  # b - A x, by recursion
+    shadow: jax.Array
+    p: jax.Array
+    rho: jax.Array  # shadow.r
+    rr: jax.Array
+    last: jax.Array  # |b - A x|^2 at the last check
+    steps: jax.Array
+    check: jax.Array  # True if b - A x is computed again, to restart from there
+    state: jax.Array
+
+
+def bicgstab(s: LinearSystem) -> Outcome:
+    """Solve with any A in short recursions (van der Vorst, SIAM J. Sci. Stat. Comput. 13, 1992).
+
+    When a recursion breaks down, and when the method seems to have converged, the true residual is
+    computed. The method ends if it is small enough, and restarts from it if not.
+    """
+    dtype = s.b.dtype
+    size, goal, state, _ = s.begin()
+    eps = jnp.finfo(dtype).eps
+
+    def advance(
+        i: _BiCGStabIterate, y: jax.Array, v: jax.Array, sigma: jax.Array
+    ) -> _BiCGStabIterate:
+        alpha = jnp.where(sigma == 0, 0, i.rho / jnp.where(sigma == 0, 1, sigma))
+        half = i.r - alpha * v
+        z = s.precondition(half)
+        q = s.product(z)
+        qs, qq, ss, hs, hq = s.dots(
+            (q, half), (q, q), (half, half), (i.shadow, half), (i.shadow, q)
+        )
+        omega = jnp.where(qq == 0, 0, qs / jnp.where(qq == 0, 1, qq))
+        r, rho = half - omega * q, hs - omega * hq
+        # The true residual is computed in the end, whatever cancels here.
+        rr = jnp.maximum(ss.real - (omega * qs.conj()).real, 0)
+        broken = jnp.abs(rho) <= eps * jnp.sqrt(rr * i.last)
+        broken |= (omega == 0) | (sigma == 0)
+        divisor = jnp.where(broken, 1, i.rho * omega)
+        p = r + rho * alpha / divisor * (i.p - omega * v)
+        steps = i.steps + 1
+        check = (rr <= goal) | (steps >= s.max_steps) | broken
+        state = s.unless_finite(rr + jnp.abs(rho), RUNNING, i.steps)
+        return _BiCGStabIterate(
+            i.x + alpha * y + omega * z, r, i.shadow, p, rho, rr, i.last, steps, check, state
+        )
+
+    def restart(i: _BiCGStabIterate, v: jax.Array, rr: jax.Array) -> _BiCGStabIterate:
+        r = s.b - v
+        verdict = s.verdict(rr, goal, i.last, i.steps)
+        return _BiCGStabIterate(
+            i.x, r, r, r, rr.astype(dtype), rr, rr, i.steps, jnp.zeros_like(i.check), verdict
+        )
+
+    def step(i: _BiCGStabIterate) -> _BiCGStabIterate:
+        y = s.precondition(i.p)
+        v = s.product(jnp.where(i.check, i.x, y))
+        r = s.b - v
+        sigma, rr = s.dots((i.shadow, v), (r, r))
+        return jax.lax.cond(
+            i.check,
+            mark_common_branch(lambda: restart(i, v, rr.real)),
+            lambda: advance(i, y, v, sigma),
+        )
+
+    zero = jnp.zeros_like(s.b)
+    infinite = jnp.full((), jnp.inf, size.dtype)
+    first = _BiCGStabIterate(
+        s.guess(size), zero, zero, zero, jnp.zeros((), dtype), size, infinite,
+        jnp.zeros((), "int32"), jnp.ones((), bool), state,
+    )  # fmt: skip
+    end = jax.lax.while_loop(lambda i: i.state == RUNNING, step, first)
+    return Outcome(end.x, end.rr, size, end.steps, end.state)
+
+
+# ---- GMRES with restarts: classical Gram-Schmidt twice, two reductions in each iteration ----
+
+
+class _GMRESIterate(NamedTuple):
+    x: jax.Array
+    basis: jax.Array  # (m + 1, n_local), orthonormal rows
+    triangle: jax.Array  # (m, m), of the Hessenberg matrix's QR factorisation
+    rotation: jax.Array  # (m + 1, m + 1), unitary: rotation @ Hessenberg = triangle
+    scale: jax.Array  # |b - A x| at the start of the cycle
+    column: jax.Array  # the number of columns of the cycle
+    fresh: jax.Array  # True if the next product is A x, to start a cycle
+    steps: jax.Array
+    state: jax.Array
+
+
+def gmres(s: LinearSystem, restart: int) -> Outcome:
+    """Solve with any A by minimal residuals (Saad & Schultz, SIAM J. Sci. Stat. Comput. 7, 1986).
+
+    The preconditioner is on the right, so that |b - A x| itself is minimised. Each cycle starts
+    from the true residual, which also decides if the solve has converged.
+    """
+    m, n, dtype = min(restart, s.max_steps), s.b.shape[0], s.b.dtype
+    size, goal, state, _ = s.begin()
+    rows = jnp.arange(m + 1)
+    identity = jnp.eye(m + 1, dtype=dtype)
+    real = size.dtype
+
+    def extend(i: _GMRESIterate) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Return the next basis vector, its coefficients, and its norm before scaling."""
+        q = s.product(jnp.where(i.fresh, i.x, s.precondition(i.basis[i.column])))
+        w = jnp.where(i.fresh, s.b - q, q)
+        present = (rows <= i.column) & ~i.fresh
+        h = jnp.where(present, s.sums(i.basis.conj() @ w), 0)
+        w -= h @ i.basis
+        sums = s.sums(jnp.concatenate([i.basis.conj() @ w, jnp.vdot(w, w)[None]]))
+        again = jnp.where(present, sums[:-1], 0)
+        w -= again @ i.basis
+        # The second correction is small compared with w: nothing cancels.
+        norm = jnp.sqrt(jnp.maximum(sums[-1].real - jnp.vdot(again, again).real, 0))
+        return w / jnp.where(norm > 0, norm, 1).astype(dtype), h + again, norm
+
+    def step(i: _GMRESIterate) -> _GMRESIterate:
+        j = i.column
+        w, h, norm = extend(i)
+        basis = i.basis.at[jnp.where(i.fresh, 0, j + 1)].set(w)
+
+        # A fresh cycle: its residual is w, of this norm.
+        start = _GMRESIterate(
+            i.x, basis, identity[:m, :m], identity, norm, jnp.zeros_like(j),
+            jnp.zeros_like(i.fresh), i.steps,
+            s.verdict(norm**2, goal, i.scale**2, i.steps),
+        )  # fmt: skip
+
+        # One more column: rotate its last two entries into one.
+        column = i.rotation @ h
+        a, radius = column[j], jnp.sqrt(jnp.abs(column[j]) ** 2 + norm**2)
+        turned = jnp.where(radius > 0, radius, 1)
+        turn = (jnp.stack([a.conj(), norm, -norm, a]).reshape(2, 2) / turned).astype(dtype)
+        pair = jax.lax.dynamic_slice_in_dim(i.rotation, j, 2)
+        rotation = jax.lax.dynamic_update_slice_in_dim(i.rotation, turn @ pair, j, 0)
+        # Without a pivot, an infinite one leaves this column out of the solution.
+        pivot = jnp.where(radius > 0, radius, jnp.inf).astype(dtype)
+        column = jnp.where(rows == j, pivot, jnp.where(rows < j, column, 0))
+        triangle = i.triangle.at[:, j].set(column[:m])
+        residual = i.scale * jnp.abs(rotation[j + 1, 0])
+        steps = i.steps + 1
+        full = (j + 1 == m) | (residual**2 <= goal) | (steps >= s.max_steps)
+        full |= (
+            norm <= jnp.finfo(real).eps * radius
+        )  # an invariant subspace: x solves, if any vector does
+
+        def finish(_: None) -> jax.Array:
+            g = jnp.where(rows[:m] <= j, i.scale * rotation[:m, 0], 0)
+            y = jax.scipy.linalg.solve_triangular(triangle, g)
+            return i.x + s.precondition(y @ basis[:m])
+
+        x = jax.lax.cond(full & ~i.fresh, mark_common_branch(finish), lambda _: i.x, None)
+        state = s.unless_finite(radius, RUNNING, i.steps)
+        grown = _GMRESIterate(
+            x, basis, triangle, rotation, i.scale, j + 1, full, steps, state
+        )  # fmt: skip
+        return _GMRESIterate(*(jnp.where(i.fresh, u, v) for u, v in zip(start, grown, strict=True)))
+
+    zero = jnp.zeros((), "int32")
+    first = _GMRESIterate(
+        s.guess(size), jnp.zeros((m + 1, n), dtype), identity[:m, :m], identity,
+        jnp.full((), jnp.inf, real), zero, jnp.ones((), bool), zero, state,
+    )  # fmt: skip
+    end = jax.lax.while_loop(lambda i: i.state == RUNNING, step, first)
+    return Outcome(end.x, end.scale**2, size, end.steps, end.state)

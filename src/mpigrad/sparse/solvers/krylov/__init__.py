@@ -1,1 +1,0 @@
-"""Krylov methods written in JAX: for any linear map, any floating-point type, without hypre."""
