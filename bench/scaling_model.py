@@ -30,8 +30,8 @@ import math
 import pathlib
 from collections.abc import Mapping
 
-from mpigrad.fft.division import Division
-from mpigrad.fft.plan import Exchange, Transform, make_plan
+from mpigrad.fft.layout import Division
+from mpigrad.fft.layout import Exchange, Transform, make_plan
 
 __all__ = [
     "INTERCONNECTS",

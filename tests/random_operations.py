@@ -18,7 +18,7 @@ from mpi4py import MPI
 import mpigrad as mg
 from helpers import CASES
 from mpigrad.communicator import Communicator
-from mpigrad.fft.redistribution import redistribute
+from mpigrad.fft.local import redistribute
 
 LENGTH = 3  # of every operand
 

@@ -55,7 +55,6 @@ if TYPE_CHECKING:
     from mpigrad.operations.collectives import scatter as scatter
     from mpigrad.operations.custom import custom_operation as custom_operation
     from mpigrad.operations.jit import jit as jit
-    from mpigrad.operations.neighborhood import neighbor_alltoallv as neighbor_alltoallv
     from mpigrad.operations.nonblocking import Request as Request
     from mpigrad.operations.nonblocking import irecv as irecv
     from mpigrad.operations.nonblocking import isend as isend
@@ -74,6 +73,7 @@ if TYPE_CHECKING:
     from mpigrad.operations.v_collectives import allgatherv as allgatherv
     from mpigrad.operations.v_collectives import alltoallv as alltoallv
     from mpigrad.operations.v_collectives import gatherv as gatherv
+    from mpigrad.operations.v_collectives import neighbor_alltoallv as neighbor_alltoallv
     from mpigrad.operations.v_collectives import reduce_scatterv as reduce_scatterv
     from mpigrad.operations.v_collectives import scatterv as scatterv
     from mpigrad.sharding import from_sharded as from_sharded
@@ -120,7 +120,7 @@ _NAMES = {
     "linearize": "autodiff.transforms",
     "loops": "",
     "max_norm": "operations.norms",
-    "neighbor_alltoallv": "operations.neighborhood",
+    "neighbor_alltoallv": "operations.v_collectives",
     "one_sided": "operations.one_sided",
     "optimize": "",
     "recv": "operations.point_to_point",

@@ -58,7 +58,7 @@ def start() -> None:
 
     guard.end_all_on_errors()  # before the imports below, whose errors must end all ranks, too
 
-    from mpigrad.runtime.gpu_aware import check_gpu_aware
+    from mpigrad.runtime.mpi_library import check_gpu_aware
 
     check_gpu_aware()
 

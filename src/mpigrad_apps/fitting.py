@@ -15,11 +15,11 @@ import numpy as np
 
 from mpigrad import optimize
 from mpigrad.checkpoint import Checkpoint
-from mpigrad.checkpoint.file_errors import name_in_errors
+from mpigrad.checkpoint.manifest import name_in_errors
 from mpigrad.collective_errors import call_on_root, raise_on_all_ranks
 from mpigrad.communicator import Communicator
 from mpigrad.grid import Grid
-from mpigrad.io.atomic_write import write_atomically
+from mpigrad.io.files import write_atomically
 from mpigrad.optimize import LBFGS, LBFGSB, MinimizeError, Result, minimize
 from mpigrad.profiling.progress_bar import Progress
 from mpigrad_apps.grace import hold_grace_time

@@ -17,11 +17,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mpigrad.compilation import compiler, shared_programs
+from mpigrad.compilation import compiler
+from mpigrad.compilation import program_store as shared_programs
 from mpigrad.compilation.compiler import Patience, _Request
-from mpigrad.compilation.program_store import ProgramStore
-from mpigrad.compilation.shared_programs import SharedPrograms
-from mpigrad.guard.activity import current_activity
+from mpigrad.compilation.program_store import ProgramStore, SharedPrograms
+from mpigrad.guard.watchdog import current_activity
 
 pytestmark = pytest.mark.ranks(1)
 

@@ -8,7 +8,7 @@ from mesh_cases import mixed_up
 
 import mpigrad as mg
 from mpigrad import fem, sparse
-from mpigrad.operations.kept_array import KeptArray
+from mpigrad.operations.native_targets import KeptArray
 
 # Compliances of the benchmark Mosaic (arXiv:2606.27895, Apache-2.0), means over its solvers in
 # float32: `thermal-mesh`, noise, and `structural-mesh`, density 1/2.

@@ -9,8 +9,7 @@ import sys
 import pytest
 
 from launching import PROGRAMS, mpigrad
-from mpigrad.fft.division import Division
-from mpigrad.fft.plan import Exchange, Transform, make_plan
+from mpigrad.fft.layout import Division, Exchange, Transform, make_plan
 
 BENCH = pathlib.Path(__file__).resolve().parents[2] / "bench"
 sys.path.insert(0, str(BENCH))

@@ -7,7 +7,7 @@ import pytest
 
 import mpigrad
 from mpigrad.grid import Grid
-from mpigrad.grid.decomposition import choose_dims
+from mpigrad.grid.grid import choose_dims
 
 COMM = mpigrad.default_communicator()
 

@@ -15,7 +15,7 @@ pytestmark = pytest.mark.launcher
 # reads the frames then, CPython 3.12 and 3.13 end by SIGSEGV within seconds.
 PROGRAM = """
 import threading, time, jax.numpy as jnp
-from mpigrad.guard.thread_stacks import places_of_main
+from mpigrad.guard.watchdog import places_of_main
 seen, end = [], time.time() + SECONDS
 
 def look():

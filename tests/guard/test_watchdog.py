@@ -20,8 +20,7 @@ import pytest
 
 from mpigrad.guard import board as b
 from mpigrad.guard import watchdog
-from mpigrad.guard.thread_stacks import places
-from mpigrad.guard.watchdog import end_reason, stop_note
+from mpigrad.guard.watchdog import end_reason, places, stop_note
 from mpigrad.runtime.call_sites import program_line
 from mpigrad.runtime.native import UNTIMED, Record
 

@@ -5,7 +5,7 @@ import pathlib
 
 import pytest
 
-from mpigrad.io import atomic_write
+from mpigrad.io import files as atomic_write
 
 pytestmark = pytest.mark.ranks(1)
 

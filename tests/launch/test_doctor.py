@@ -11,7 +11,7 @@ from launching import mpigrad
 from mpigrad.launch import doctor, launcher
 from mpigrad.launch.mpi_installation import Library, mpi_library
 from mpigrad.runtime import processor
-from mpigrad.runtime.native_path import ANY_MPI, hypre_built_with, native_path
+from mpigrad.runtime.processor import ANY_MPI, hypre_built_with, native_path
 
 pytestmark = pytest.mark.launcher
 

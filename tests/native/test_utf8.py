@@ -9,8 +9,8 @@ import pytest
 from mpigrad.guard import board as b
 from mpigrad.guard.failure import current_board
 from mpigrad.runtime import call_sites
+from mpigrad.runtime.call_sites import utf8, utf8_end
 from mpigrad.runtime.native import library
-from mpigrad.runtime.utf8 import utf8, utf8_end
 
 pytestmark = pytest.mark.ranks(1)
 

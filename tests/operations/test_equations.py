@@ -8,7 +8,7 @@ import pytest
 
 import mpigrad as mg
 from mpigrad.grid import Grid, halo_exchange
-from mpigrad.grid.halo_layout import HaloLayout
+from mpigrad.grid.halo_exchange import HaloLayout
 
 MESSAGES = 10
 

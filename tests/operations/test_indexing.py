@@ -11,7 +11,7 @@ import pytest
 
 from helpers import close
 from mpigrad.operations.carrier import tie_in
-from mpigrad.operations.indexing import put, take
+from mpigrad.operations.local_programs import put, take
 
 INDICES = [
     np.array([3, 0, 3]),

@@ -14,7 +14,7 @@ import mpigrad as mg
 from compilations import compilations
 from helpers import close
 from mpigrad.communicator import Communicator
-from mpigrad.operations.packed_arrays import pack, unpack
+from mpigrad.operations.pytree_packing import pack, unpack
 from mpigrad.runtime.native import record
 
 

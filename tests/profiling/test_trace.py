@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from launching import PROGRAMS, mpigrad
-from mpigrad.profiling.table import RankRecord, Total, rows, table, waiting_ns
+from mpigrad.profiling.trace import RankRecord, Total, rows, table, waiting_ns
 
 TRACED, HALOS = PROGRAMS / "traced.py", PROGRAMS / "halos.py"
 

@@ -13,7 +13,7 @@ import numpy as np
 
 import mpigrad as mg
 from helpers import CASES, operand, reducing
-from mpigrad.fft.redistribution import redistribute
+from mpigrad.fft.local import redistribute
 from product_space import prove
 
 jax.config.update("jax_enable_x64", True)

@@ -8,9 +8,7 @@ import pytest
 
 from mpigrad.training import exchange as module
 from mpigrad.training.exchange import Exchange
-from mpigrad.training.flat_buffer import HEADER, FlatBuffer, Parameter
-from mpigrad.training.memory import Memory
-from mpigrad.training.summation import combine
+from mpigrad.training.flat_buffer import HEADER, FlatBuffer, Memory, Parameter, combine
 
 PARAMETERS = [
     Parameter("a", (7, 3), "float32"),

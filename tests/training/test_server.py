@@ -26,9 +26,9 @@ from mpigrad.training import (
     StepRecord,
     Strategy,
     Synchronous,
-    server_loop,
     trainer,
 )
+from mpigrad.training import server as server_loop
 from mpigrad.training.strategy import END, SAVE, STOP
 
 A = np.random.default_rng(7).standard_normal((103, 5))

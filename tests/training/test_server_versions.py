@@ -8,7 +8,7 @@ import heapq
 import numpy as np
 import pytest
 
-from mpigrad.training.server_versions import Versions
+from mpigrad.training.server import Versions
 
 UPDATES = 10_000
 

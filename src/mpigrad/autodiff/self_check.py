@@ -33,7 +33,6 @@ from mpi4py import MPI
 from mpigrad._version import __version__
 from mpigrad.operations import (
     _jax_compat,
-    _jax_custom_rules,
     _jax_private,
     _jax_repairs,
     _jax_staging,
@@ -280,7 +279,7 @@ def _cache_file() -> pathlib.Path | None:
             return None
         home = os.path.join(os.environ["HOME"], ".cache")
     digest = hashlib.sha256()
-    for module in (_jax_private, _jax_compat, _jax_staging, _jax_custom_rules, _jax_repairs):
+    for module in (_jax_private, _jax_compat, _jax_staging, _jax_repairs):
         digest.update(pathlib.Path(module.__file__ or "").read_bytes())
     digest.update(pathlib.Path(__file__).read_bytes())
     digest.update(json.dumps(missing(), sort_keys=True).encode())

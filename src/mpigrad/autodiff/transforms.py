@@ -1,9 +1,4 @@
-"""grad, value_and_grad, jvp, vjp, linearize and vmap for programs with messages.
-
-The signatures are JAX's. A program on P ranks is one function on the product space of the ranks'
-arrays, and its derivative is the derivative of that one function. Every rank seeds its own output,
-so `grad` differentiates the sum over ranks of the values that the function returns.
-"""
+"""grad, value_and_grad, jvp, vjp, linearize and vmap for programs with messages."""
 
 from __future__ import annotations
 
@@ -17,22 +12,129 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
-from mpigrad.autodiff.global_arrays import reject_global_gradients, reject_global_loss
-from mpigrad.autodiff.replica_check import contribution, require_replicated
 from mpigrad.communicator import Communicator, resolve
 from mpigrad.operations import _jax_compat as compat
+from mpigrad.operations._jax_compat import concrete_value
 from mpigrad.operations.carrier import (
     CARRIER,
     opaque_zero,
     outer_carrier,
     with_carrier,
 )
-from mpigrad.operations.checks import assert_replicated
+from mpigrad.operations.checks import assert_replicated, require
 from mpigrad.operations.collectives import bcast, reduce
 from mpigrad.operations.jit import argument_numbers
-from mpigrad.operations.kept_array import rank_value
+from mpigrad.operations.local_programs import as_array
+from mpigrad.operations.native_targets import rank_value
 
-__all__ = ["grad", "jvp", "linearize", "value_and_grad", "vjp", "vmap"]
+__all__ = [
+    "contribution",
+    "grad",
+    "jvp",
+    "linearize",
+    "reject_global_gradients",
+    "reject_global_loss",
+    "require_replicated",
+    "value_and_grad",
+    "vjp",
+    "vmap",
+]
+
+# ---- Errors for derivatives that are global arrays of JAX where a rank's own array is
+# expected
+
+
+def _is_global(x: Any) -> bool:
+    value = concrete_value(x)
+    return isinstance(value, jax.Array) and not value.is_fully_addressable
+
+
+def reject_global_loss(value: Any) -> None:
+    """Raise an error if the loss is a sharded global array, which every rank would return."""
+    if jax.distributed.is_initialized() and any(map(_is_global, jax.tree.leaves(value))):
+        raise ValueError(
+            "grad, value_and_grad: the function returned a global array of jax.distributed, but "
+            "the loss is the sum of what the ranks return. Return this rank's share: the sum of "
+            "mpigrad.from_sharded(values). If all ranks have the value, use mpigrad.from_sharded("
+            'value) with loss="replicated".'
+        )
+
+
+def reject_global_gradients(function: str, n: int, argument: Any, gradient: Any) -> None:
+    """Raise an error if argument n is of this rank and its gradient is a global array.
+
+    JAX takes an array of a rank that meets a sharded array for one that is the same on all ranks,
+    and its gradient is then the sum over all ranks.
+    """
+    if not jax.distributed.is_initialized():
+        return
+    pairs = zip(jax.tree.leaves(argument), jax.tree.leaves(gradient), strict=True)
+    if any(_is_global(g) and not _is_global(x) for x, g in pairs):
+        raise ValueError(
+            f"{function}: argument {n} is this rank's array, but it was used with a "
+            "sharded array without a conversion, and JAX took it for one that all ranks have. Use "
+            "mpigrad.to_sharded(x, mesh, PartitionSpec()) there."
+        )
+
+
+# ---- The comparison of replicated arguments, in the message that sums their gradients ----
+#
+# Rank r contributes c[r] s[r], with s[r] a weighted sum of the entries of its argument, and with
+# coefficients c whose sum over ranks is zero. So the total is zero, up to rounding, if all ranks
+# have the same argument. The total travels with the gradients and needs no message.
+
+
+def contribution(argument: Any, comm: Communicator) -> jax.Array:
+    """Return this rank's part of the total and of its scale, of shape (2,)."""
+    coefficients = [1 + rank / comm.size for rank in range(comm.size)]
+    coefficients[0] = -sum(coefficients[1:])
+    leaves = [jax.lax.stop_gradient(as_array(leaf)) for leaf in jax.tree.leaves(argument)]
+    inexact = [leaf for leaf in leaves if jnp.issubdtype(leaf.dtype, jnp.inexact)]
+    return _sums(inexact, rank_value(coefficients, comm))
+
+
+# Eager operators would be compiled one by one.
+@jax.jit
+def _sums(leaves: list[jax.Array], coefficient: jax.Array) -> jax.Array:
+    parts = [p for x in leaves for p in ((x.real, x.imag) if jnp.iscomplexobj(x) else (x,))]
+    dtype = jnp.result_type("float32", *(part.dtype for part in parts))
+    sums = jnp.zeros(2, dtype)
+    for part in parts:
+        # Weights between 1 and 2: unweighted, x and -x may have the same sum, zero.
+        weights = 1 + jnp.arange(part.size, dtype=dtype) * 0.618034 % 1
+        weighted = part.astype(dtype).ravel() * weights
+        sums += jnp.stack([jnp.sum(weighted), jnp.sum(jnp.abs(weighted))])
+    return sums * jnp.stack([coefficient, jnp.abs(coefficient)]).astype(dtype)
+
+
+def require_replicated(
+    sums: Sequence[jax.Array], numbers: Sequence[int], comm: Communicator
+) -> None:
+    """Raise an error on all ranks if an argument differs, from the sums of the contributions."""
+    for total, n in zip(sums, numbers, strict=True):
+        same, difference = _verdict(total)
+        require(
+            same,
+            f"grad, value_and_grad: argument {n}, declared replicated, is not the same on all "
+            f"{comm.size} ranks (relative difference {{}}). Make it equal, for instance by bcast, "
+            "or do not declare it replicated. MPIGRAD_GUARD=1 names the ranks.",
+            difference,
+            comm=comm,
+        )
+
+
+@jax.jit
+def _verdict(sums: jax.Array) -> tuple[jax.Array, jax.Array]:
+    difference = jnp.abs(sums[0]) / jnp.where(sums[1] > 0, sums[1], 1)
+    return ~(difference > 64 * jnp.finfo(sums.dtype).eps), difference  # NaN is not different
+
+
+# ---- grad, value_and_grad, jvp, vjp, linearize and vmap for programs with messages ----
+#
+# The signatures are JAX's. A program on P ranks is one function on the product space of the
+# ranks' arrays, and its derivative is the derivative of that one function. Every rank seeds its
+# own output, so `grad` differentiates the sum over ranks of the values that the function returns.
+
 
 Loss = Literal["share", "replicated"]
 _ZERO = np.float32(0)

@@ -1,8 +1,13 @@
 """Restart files of long runs: atomic, verified, and readable on another count of ranks."""
 
 from mpigrad.checkpoint.layout import Stripes
-from mpigrad.checkpoint.schedule import Checkpoint, CheckpointSession, Decision
-from mpigrad.checkpoint.signals import Interruption, listen
+from mpigrad.checkpoint.schedule import (
+    Checkpoint,
+    CheckpointSession,
+    Decision,
+    Interruption,
+    listen,
+)
 from mpigrad.checkpoint.store import Snapshot, Store
 
 __all__ = [

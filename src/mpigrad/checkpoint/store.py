@@ -20,10 +20,8 @@ from typing import Any
 import jax
 
 from mpigrad.checkpoint import manifest as manifests
-from mpigrad.checkpoint import rank_files
-from mpigrad.checkpoint.file_errors import name_in_errors
 from mpigrad.checkpoint.layout import Layout, Leaf, check_replicated, describe
-from mpigrad.checkpoint.manifest import DamagedSaveError, Manifest
+from mpigrad.checkpoint.manifest import DamagedSaveError, Manifest, name_in_errors
 from mpigrad.checkpoint.owner import Owner
 from mpigrad.collective_errors import call_on_root, raise_on_all_ranks
 from mpigrad.communicator import Communicator, resolve
@@ -221,7 +219,7 @@ class Store:
         problem = ""
         try:
             with raise_on_all_ranks(self.comm):
-                file = rank_files.write_leaves(unfinished, identity, self.comm.rank, leaves, tree)
+                file = manifests.write_leaves(unfinished, identity, self.comm.rank, leaves, tree)
                 manifests.sync_directory(unfinished)
             written = self.comm.mpi.gather(file)
             with raise_on_all_ranks(self.comm):
@@ -428,7 +426,7 @@ class Store:
             templates, structure = jax.tree.flatten(like)
             found: list[Any] = []
             with raise_on_all_ranks(self.comm):
-                found = rank_files.read_leaves(path, manifest, wanted, templates, self.comm.rank)
+                found = manifests.read_leaves(path, manifest, wanted, templates, self.comm.rank)
             tree = jax.tree.unflatten(structure, found)
             self._forbidden = 0
             return Snapshot(manifest.step, tree, manifest.extra, tuple(rejections))
@@ -462,7 +460,7 @@ class Store:
                 try:
                     # Each file is checked by one rank, whichever ranks need its content.
                     for rank in range(self.comm.rank, len(manifest.files), self.comm.size):
-                        rank_files.check_file(path, manifest, rank)
+                        manifests.check_file(path, manifest, rank)
                 except DamagedSaveError as error:
                     problem = str(error)
             problem = next(filter(None, self.comm.mpi.allgather(problem)), None)

@@ -22,12 +22,11 @@ from typing import Any
 
 import jax
 
-from mpigrad.compilation.program_store import ProgramStore, directory_of_programs
-from mpigrad.compilation.shared_programs import SharedPrograms
-from mpigrad.guard.activity import activity
+from mpigrad.compilation.program_store import ProgramStore, SharedPrograms, directory_of_programs
 from mpigrad.guard.board import Board
 from mpigrad.guard.failure import current_board
 from mpigrad.guard.settings import timeout_seconds
+from mpigrad.guard.watchdog import activity
 from mpigrad.operations._jax_private import module_of, optional
 from mpigrad.runtime.native import library
 

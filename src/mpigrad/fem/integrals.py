@@ -15,9 +15,8 @@ from mpigrad.fem.cells import FacetRule, Rule, cell_rule, facet_rule, reference_
 from mpigrad.fem.mesh import Facets, Mesh
 from mpigrad.fem.space import Space
 from mpigrad.fem.tracing import AtPoints
-from mpigrad.operations.indexing import take
-from mpigrad.operations.kept_array import KeptArray
-from mpigrad.operations.local_programs import as_array
+from mpigrad.operations.local_programs import as_array, take
+from mpigrad.operations.native_targets import KeptArray
 from mpigrad.sparse.matrix.ghost_exchange import index_array
 from mpigrad.sparse.matrix.multilinear import TrilinearContraction, add_up, select
 from mpigrad.sparse.matrix.products import ghost_values

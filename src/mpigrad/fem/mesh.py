@@ -19,7 +19,7 @@ from mpigrad.fem.cells import reference_cell
 from mpigrad.fem.numbering import Numbering, Route, group_rows
 from mpigrad.fem.write import Grid, write_grid
 from mpigrad.operations import neighbor_alltoallv
-from mpigrad.operations.indexing import take
+from mpigrad.operations.local_programs import take
 from mpigrad.sparse.matrix.ghost_exchange import index_array
 
 __all__ = [

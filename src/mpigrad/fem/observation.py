@@ -17,7 +17,7 @@ from mpigrad.collective_errors import assert_same_on_all_ranks, raise_error, rai
 from mpigrad.fem.cells import ReferenceCell, reference_cell
 from mpigrad.fem.space import Space
 from mpigrad.operations import allgatherv
-from mpigrad.operations.indexing import take
+from mpigrad.operations.local_programs import take
 from mpigrad.sparse.matrix.ghost_exchange import index_array
 
 __all__ = [

@@ -1,8 +1,7 @@
 """Fourier transforms of fields on grids over ranks, with exact derivatives."""
 
-from mpigrad.fft.helmholtz import Direct, Helmholtz
 from mpigrad.fft.layout import Layout
-from mpigrad.fft.spectral import dealias, gradient, laplacian, solve_helmholtz
+from mpigrad.fft.spectral import Direct, Helmholtz, dealias, gradient, laplacian, solve_helmholtz
 from mpigrad.fft.transforms import (
     dctn,
     dstn,

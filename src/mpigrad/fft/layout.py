@@ -1,21 +1,275 @@
-"""The spectrum of a grid: what each rank has of it."""
+"""How arrays are divided among the ranks, the steps of a transform, and the spectrum of a grid."""
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 from mpigrad.collective_errors import assert_same_on_all_ranks
-from mpigrad.fft.division import Division
-from mpigrad.fft.plan import Kind, make_plan
+from mpigrad.communicator import Communicator
 from mpigrad.grid.grid import Grid
 
-__all__ = ["Layout"]
+__all__ = [
+    "Division",
+    "Exchange",
+    "Kind",
+    "Layout",
+    "Plan",
+    "Reorder",
+    "Transform",
+]
+
+# ---- How the axes of an array are divided among the ranks ----
+
+
+@dataclasses.dataclass(frozen=True)
+class Division:
+    """A division of an array into one block per rank.
+
+    The ranks form a mesh, in C order. Each axis of the mesh divides one axis of the array. Several
+    of them may divide the same axis: the first into parts, the next each part into smaller ones.
+
+    Attributes
+    ----------
+    shape
+        The shape of the whole array.
+    mesh
+        The number of ranks along each axis of the mesh.
+    by
+        For each axis of the array, the axes of the mesh that divide it.
+    """
+
+    shape: tuple[int, ...]
+    mesh: tuple[int, ...]
+    by: tuple[tuple[int, ...], ...]
+
+    @staticmethod
+    def of_tiles(grid: Grid) -> Division:
+        """Return the division of a grid into its tiles."""
+        by = tuple((axis,) if tiles > 1 else () for axis, tiles in enumerate(grid.dims))
+        return Division(grid.shape, grid.dims, by)
+
+    def coords_of(self, rank: int) -> tuple[int, ...]:
+        """Return the place of a rank in the mesh."""
+        place = []
+        for n in reversed(self.mesh):
+            rank, along = divmod(rank, n)
+            place.append(along)
+        return tuple(reversed(place))
+
+    def bounds(self, axis: int, coords: tuple[int, ...]) -> tuple[int, int]:
+        """Return the first index of a rank's block along `axis`, and the one after its last."""
+        start, stop = 0, self.shape[axis]
+        for m in self.by[axis]:
+            parts, k, n = self.mesh[m], coords[m], stop - start
+            first = start + k * (n // parts) + min(k, n % parts)
+            start, stop = first, first + n // parts + (k < n % parts)
+        return start, stop
+
+    def slices_of(self, rank: int) -> tuple[slice, ...]:
+        """Return a rank's block, as slices of the whole array."""
+        coords = self.coords_of(rank)
+        return tuple(slice(*self.bounds(axis, coords)) for axis in range(len(self.shape)))
+
+    def local_shape(self, rank: int) -> tuple[int, ...]:
+        """Return the shape of a rank's block."""
+        return tuple(s.stop - s.start for s in self.slices_of(rank))
+
+    def with_shape(self, axis: int, n: int) -> Division:
+        """Return the same division of an array with `n` entries along `axis`."""
+        shape = tuple(n if i == axis else old for i, old in enumerate(self.shape))
+        return dataclasses.replace(self, shape=shape)
+
+    def moved(self, source: int, target: int) -> Division:
+        """Return the division in which `target` is divided instead of `source`."""
+        by = list(self.by)
+        by[target], by[source] = (*by[target], *by[source]), ()
+        return dataclasses.replace(self, by=tuple(by))
+
+    def group(self, rank: int, axis: int) -> list[int]:
+        """Return the ranks whose blocks differ from this rank's along `axis` only, in order."""
+        mine, among = self.coords_of(rank), self.by[axis]
+        others = [i for i in range(len(self.mesh)) if i not in among]
+        return sorted(
+            (
+                r
+                for r in range(math.prod(self.mesh))
+                if all(self.coords_of(r)[i] == mine[i] for i in others)
+            ),
+            key=lambda r: tuple(self.coords_of(r)[i] for i in among),
+        )
+
+    def communicator(self, comm: Communicator, axis: int) -> Communicator:
+        """Return the communicator of `group`, in its order. The first call is collective."""
+        return _group_communicator(comm, self.mesh, self.by[axis])
+
+
+@functools.cache
+def _group_communicator(
+    comm: Communicator, mesh: tuple[int, ...], among: tuple[int, ...]
+) -> Communicator:
+    division = Division((), mesh, (among,))
+    ranks = division.group(comm.rank, 0)
+    if ranks == list(range(comm.size)):
+        return comm
+    return comm.split(min(ranks), ranks.index(comm.rank))
+
+
+# ---- The steps of a transform: local transforms, and exchanges that make further axes whole ----
+
+
+Kind = Literal["complex", "real", "cosine", "sine"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Transform:
+    """A transform of the last axes in memory, which are whole on each rank."""
+
+    kind: Kind
+    axes: tuple[int, ...]  # axes of the array, in the order in memory
+    n: int  # entries of the last of them in space
+
+
+@dataclasses.dataclass(frozen=True)
+class Exchange:
+    """An exchange that makes the axis `gather` whole and divides the axis `split`.
+
+    `order` is the order in memory before and after it.
+    """
+
+    gather: int
+    split: int
+    division: Division  # before
+    order: tuple[tuple[int, ...], tuple[int, ...]]
+
+    def sent(self, rank: int) -> tuple[int, int]:
+        """Return how many messages a rank sends, and how many values they have together."""
+        after = self.division.moved(self.gather, self.split)
+        block = self.division.local_shape(rank)
+        row = math.prod(n for axis, n in enumerate(block) if axis != self.split)
+        others = (r for r in self.division.group(rank, self.gather) if r != rank)
+        values = [row * after.local_shape(r)[self.split] for r in others]
+        return sum(n > 0 for n in values), sum(values)
+
+
+@dataclasses.dataclass(frozen=True)
+class Reorder:
+    """A transpose on each rank: the order of the axes in memory before and after it."""
+
+    order: tuple[tuple[int, ...], tuple[int, ...]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """The steps from tiles to a spectrum. The inverse takes them backwards.
+
+    Attributes
+    ----------
+    steps
+        The steps.
+    spectrum
+        The division of the result.
+    """
+
+    steps: tuple[Transform | Exchange | Reorder, ...]
+    spectrum: Division
+
+    @property
+    def exchanges(self) -> tuple[Exchange, ...]:
+        """The exchanges among the steps."""
+        return tuple(step for step in self.steps if isinstance(step, Exchange))
+
+
+_MOST = 3  # XLA transforms at most three axes at once
+
+
+@functools.cache
+def make_plan(division: Division, axes: tuple[int, ...], kinds: tuple[Kind, ...]) -> Plan:
+    """Plan the transform of `axes`, each of its kind.
+
+    Only the last of the axes may be of the kind "real".
+
+    Raises
+    ------
+    ValueError
+        If an axis is divided and there is no other axis that could be divided instead.
+    """
+    kind_of = dict(zip(axes, kinds, strict=True))
+    natural = tuple(range(len(division.shape)))
+    order, todo = natural, list(axes)
+    steps: list[Transform | Exchange | Reorder] = []
+    while todo:
+        first = _next_axis(division, todo, kind_of)
+        if division.by[first]:
+            target = _new_axis(division, first, todo)
+            group = (first, target)
+            # The axis that is transformed next comes last in memory.
+            after = (*(a for a in order if a not in group), target, first)
+            steps.append(Exchange(first, target, division, (order, after)))
+            division, order = division.moved(first, target), after
+        batch = _together(division, first, todo, kind_of)
+        if order[-len(batch) :] != batch:
+            if set(order[-len(batch) :]) == set(batch) and kind_of[first] == "complex":
+                batch = order[-len(batch) :]
+            elif order[-1] == first:
+                batch = (first,)
+            else:
+                after = (*(a for a in order if a not in batch), *batch)
+                steps.append(Reorder((order, after)))
+                order = after
+        steps.append(Transform(kind_of[first], batch, division.shape[batch[-1]]))
+        if kind_of[first] == "real":
+            division = division.with_shape(first, division.shape[first] // 2 + 1)
+        todo = [a for a in todo if a not in batch]
+    if order != natural:
+        steps.append(Reorder((order, natural)))
+    return Plan(tuple(steps), division)
+
+
+def _next_axis(division: Division, todo: list[int], kind_of: dict[int, Kind]) -> int:
+    """Return the axis that is transformed next.
+
+    Transforms of real arrays come first, the one whose result is complex last of them. Among the
+    others axes that are whole come first.
+    """
+    walls = [a for a in todo if kind_of[a] in ("cosine", "sine")]
+    real = [a for a in todo if kind_of[a] == "real"]
+    some = walls or real or todo
+    whole = [a for a in some if not division.by[a]]
+    return (whole or some)[-1]
+
+
+def _together(
+    division: Division, first: int, todo: list[int], kind_of: dict[int, Kind]
+) -> tuple[int, ...]:
+    """Return the axes that one call transforms, with `first` as the last of them."""
+    if kind_of[first] in ("cosine", "sine"):
+        return (first,)
+    whole = [a for a in todo if a != first and not division.by[a] and kind_of[a] == "complex"]
+    return (*whole[1 - _MOST :], first)
+
+
+def _new_axis(division: Division, axis: int, todo: list[int]) -> int:
+    """Choose the axis that is divided instead of `axis`."""
+    # An axis that is done and whole needs no further exchange. Among equals the longest.
+    others = [a for a in range(len(division.shape)) if a != axis]
+    if not others:
+        raise ValueError(
+            "fft: a transform along the only axis of a grid needs this axis whole on each rank, "
+            f"got {division.mesh[division.by[axis][0]]} tiles. Use 1 rank, gather the field, or "
+            "use a grid with two or three axes."
+        )
+    return max(others, key=lambda a: (a not in todo, not division.by[a], division.shape[a]))
+
+
+# ---- The spectrum of a grid: what each rank has of it ----
+
 
 KINDS: dict[str, Kind] = {"fft": "complex", "dct": "cosine", "dst": "sine"}
 

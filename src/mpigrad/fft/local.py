@@ -1,4 +1,4 @@
-"""Transforms along the last axes, which are whole on each rank."""
+"""Transforms along axes that are whole on each rank, and exchanges that make others whole."""
 
 from __future__ import annotations
 
@@ -11,10 +11,26 @@ import jax.scipy.fft
 import numpy as np
 from jax.lax import FftType
 
+from mpigrad.communicator import Communicator, derivative_slot
 from mpigrad.operations import _jax_compat as compat
 from mpigrad.operations._jax_compat import Primitive, ShapedArray, ad, batching, mlir
+from mpigrad.operations.carrier import carrier
+from mpigrad.operations.primitive import linear_map
+from mpigrad.runtime.call_sites import call_site
 
-__all__ = ["dct", "dst", "fft", "idct", "idst", "ifft", "irfft", "rfft"]
+__all__ = [
+    "dct",
+    "dst",
+    "fft",
+    "idct",
+    "idst",
+    "ifft",
+    "irfft",
+    "redistribute",
+    "rfft",
+]
+
+# ---- Transforms along the last axes, which are whole on each rank ----
 
 
 def _linear(name: str, run: Any, result: Any, transpose: Any) -> Primitive:
@@ -144,3 +160,86 @@ def dst(x: Any) -> Any:
 def idst(x: Any) -> Any:
     """Return the inverse of `dst`."""
     return idct(jnp.flip(x, -1)) * _signs(x)
+
+
+# ---- Redistribution: an array divided along one axis becomes divided along another ----
+
+
+def _result(
+    x: Any, *, gather: int, split: int, own: int, to: Any, order: tuple[int, ...], **rest: Any
+) -> ShapedArray:
+    batch = x.ndim - len(order)
+    shape = list(x.shape[batch:])
+    shape[gather] = sum(rest["from"])
+    shape[split] = own
+    return ShapedArray((*x.shape[:batch], *(shape[i] for i in order)), x.dtype)
+
+
+def _transpose(
+    ct: Any, x: Any, a: Any, *, gather: int, split: int, own: int, to: Any, order: Any, **rest: Any
+) -> Any:
+    axes, sizes = len(order), rest.pop("from")
+    back = tuple(int(i) for i in np.argsort(order))
+    return redistribute_p.bind(
+        ct,
+        a,
+        gather=order.index(split),
+        split=order.index(gather),
+        own=x.shape[x.ndim - axes + gather],
+        to=sizes,
+        order=back,
+        **{**rest, "from": to},
+    )[0]
+
+
+def _attributes(avals: Any, params: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in params.items() if name != "own"}
+
+
+redistribute_p: Primitive = linear_map(
+    "redistribute", result=_result, transpose=_transpose, attributes=_attributes
+)
+
+
+def redistribute(
+    x: Any,
+    comm: Communicator,
+    gather: int,
+    sizes: tuple[int, ...],
+    split: int,
+    parts: tuple[int, ...],
+    order: tuple[int, ...],
+) -> Any:
+    """Make the axis `gather` of `x` whole and divide the axis `split`, in one exchange.
+
+    Parameters
+    ----------
+    x
+        This rank's block. Axes before the last `len(order)` are a batch.
+    comm
+        The ranks whose blocks together are whole along `gather`, in the order of their blocks.
+    gather, sizes
+        The axis that becomes whole, without the batch, and its entries on each rank.
+    split, parts
+        The axis that becomes divided, and its entries on each rank afterwards.
+    order
+        The order of the axes in the result, as in `transpose`.
+
+    Returns
+    -------
+    This rank's block of the other division. The adjoint is the exchange in the other direction.
+    """
+    # The messages of other ranks never meet receives from any source, as those of halos.
+    space = derivative_slot(comm.slot)
+    return redistribute_p.bind(
+        x,
+        carrier(),
+        comm=space,
+        site=call_site(""),
+        gather=gather,
+        split=split,
+        own=parts[comm.rank],
+        to=parts,
+        order=order,
+        **{"from": sizes},
+    )[0]

@@ -11,9 +11,8 @@ import jax
 import jax.numpy as jnp
 
 from mpigrad.fft import local
-from mpigrad.fft.layout import Layout
-from mpigrad.fft.plan import Exchange, Reorder, Transform
-from mpigrad.fft.redistribution import redistribute
+from mpigrad.fft.layout import Exchange, Layout, Reorder, Transform
+from mpigrad.fft.local import redistribute
 from mpigrad.grid.grid import Grid
 from mpigrad.operations.local_programs import as_array, jit_local
 

@@ -14,7 +14,7 @@ from mpigrad.grid.grid import Grid
 from mpigrad.operations.checks import require
 from mpigrad.operations.collectives import allreduce
 from mpigrad.operations.local_programs import as_array
-from mpigrad.operations.neighborhood import exchange_with_neighbors
+from mpigrad.operations.v_collectives import exchange_with_neighbors
 
 __all__ = ["exchange_particles", "rank_at_position"]
 

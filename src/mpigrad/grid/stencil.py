@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 from mpigrad.communicator import derivative_slot
 from mpigrad.grid.grid import Grid
-from mpigrad.grid.halo_layout import Boundary, HaloLayout, Part, Step, Width
+from mpigrad.grid.halo_exchange import Boundary, HaloLayout, Part, Step, Width
 from mpigrad.operations.local_programs import jit_local
 from mpigrad.operations.nonblocking import Request, post, wait, waitall
 from mpigrad.operations.optimization_barrier import keep_in_order

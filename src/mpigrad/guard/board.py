@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 from mpi4py import MPI
 
-from mpigrad.runtime.gpu_aware import gpu_aware
+from mpigrad.runtime.mpi_library import gpu_aware
 from mpigrad.runtime.native import library
 
 __all__ = ["Board", "register", "share"]

@@ -25,13 +25,12 @@ from mpigrad.guard import board as b
 from mpigrad.guard.board_reader import Reader
 from mpigrad.guard.cross_host import LIMIT, HostQuery, open_host_query
 from mpigrad.guard.settings import guard_enabled, timeout_seconds, unreceived_is_error
-from mpigrad.guard.shutdown import await_all_ends
+from mpigrad.guard.shutdown import await_all_ends, unreceived_report
 from mpigrad.guard.startup_barrier import await_all_ranks
-from mpigrad.guard.unreceived import unreceived_report
 from mpigrad.guard.wait_graph import disagreement
 from mpigrad.guard.watchdog import Watchdog, rank_states
+from mpigrad.runtime.call_sites import utf8
 from mpigrad.runtime.native import at_exit, library
-from mpigrad.runtime.utf8 import utf8
 
 __all__ = [
     "call_at_job_end",

@@ -1,4 +1,4 @@
-"""The shutdown barrier: name the ranks that do not end, before MPI_Finalize waits for them."""
+"""The end of a program: messages that were never received, and ranks that do not end."""
 
 from __future__ import annotations
 
@@ -8,13 +8,65 @@ import pathlib
 import sys
 import time
 from collections.abc import Callable
+from typing import Any
 
 from mpi4py import MPI
 
 from mpigrad.guard import board as b
+from mpigrad.guard.board_reader import Reader, decode, layout
 from mpigrad.guard.watchdog import end_reason, rank_states, stop_note
 
-__all__ = ["await_all_ends"]
+__all__ = [
+    "await_all_ends",
+    "unreceived_report",
+]
+
+# ---- Find messages that were never received, at the end of a program ----
+
+
+def unreceived_report(slots: Any) -> str:
+    """Return the error about messages that were sent but never received, or "".
+
+    MPI does not report a short message that is left over. If a receive of the same tag was meant
+    for it, every later message was received one receive too early. After an operation that failed
+    (and whose error the program caught) the result is "".
+    """
+    if slots["failure_seen"].any():
+        return ""
+    reader, lines = Reader(slots), []
+    for r, slot in enumerate(slots):
+        channels = slot["channels"]
+        for channel in channels[(channels["id"] != 0) & (channels["sent"] > 0)]:
+            identity, tag = int(channel["id"]), int(channel["tag"])
+            members = reader.members(identity)
+            receiver = members.get(int(channel["peer"]))
+            sender = next((m.rank for m in members.values() if m.slot == r), None)
+            if receiver is None or sender is None or reader.counts_unknown(receiver):
+                continue  # on another host, of a freed communicator, or not counted
+            taken = reader.channel(receiver.slot, identity, sender, tag)
+            received = 0 if taken is None else int(taken["posted"])
+            if left := max(0, int(channel["sent"]) - received):
+                message = reader.message(r, identity, receiver.rank, tag, received + 1)
+                to = f"to rank {reader.world(receiver.slot)}{reader.tag(receiver.entry, tag)}"
+                text = f"{left} message{'s' * (left > 1)} {to}"
+                if message is not None:
+                    site = reader.site(r, int(message["site"]))
+                    first = f"{layout(message['part'])} by {decode(message['operation'])} at {site}"
+                    text += f", {'the first is ' * (left > 1)}{first}"
+                lines.append(f"  rank {reader.world(r)}: {text}")
+    if not lines:
+        return ""
+    return "\n".join([
+        "mpigrad: messages were sent but never received:",
+        *lines,
+        "Receive each of these messages on its destination rank, with the tag of its send. If "
+        "jax.grad, jvp, vjp or vmap sent it, use mpigrad's version of that function. If the "
+        "program means to leave it, set MPIGRAD_UNRECEIVED=warn.",
+    ])  # fmt: skip
+
+
+# ---- The shutdown barrier: name the ranks that do not end, before MPI_Finalize waits for them
+
 
 _PAUSE = 1e-3  # first pause between two tests, in seconds (pauses grow)
 _IDLE = 0.02  # share of a processor below which a process counts as idle

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import _thread
 import contextlib
+import ctypes
+import faulthandler
 import functools
 import math
 import os
@@ -13,19 +16,155 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 from mpigrad.guard import board as b
-from mpigrad.guard.activity import current_activity
 from mpigrad.guard.board_reader import Reader
 from mpigrad.guard.cross_host import HostQuery
-from mpigrad.guard.thread_stacks import places_of_main
 from mpigrad.guard.wait_graph import Finding, diagnose, grouped, suspect
-from mpigrad.runtime.call_sites import program_line
+from mpigrad.runtime.call_sites import program_line, utf8, utf8_end
 from mpigrad.runtime.native import UNTIMED, Record, record
-from mpigrad.runtime.utf8 import utf8, utf8_end
 
-__all__ = ["Watchdog", "end_reason", "rank_states"]
+__all__ = [
+    "Watchdog",
+    "activity",
+    "current_activity",
+    "end_reason",
+    "places",
+    "places_of_main",
+    "rank_states",
+]
+
+# ---- The activity of a rank outside of operations, for the reports of the guard ----
+
+
+# The activities of the main thread, the outer ones first: functions that return a text.
+_activities: list[Callable[[], str]] = []
+
+
+def current_activity() -> str:
+    """Return the text of the main thread's activity, or ""."""
+    activities = _activities[-1:]
+    return activities[0]() if activities else ""
+
+
+@contextlib.contextmanager
+def activity(text: str | Callable[[], str]) -> Iterator[None]:
+    """Show a text in reports while this block runs in the main thread.
+
+    `text` may be a function that returns the text. The watchdog calls it in a thread of its own.
+
+    Examples
+    --------
+    >>> from mpigrad.guard.watchdog import activity, current_activity
+    >>> with activity("compiling jit_step"):
+    ...     current_activity()
+    'compiling jit_step'
+    >>> current_activity()
+    ''
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    _activities.append(text if callable(text) else lambda: text)
+    try:
+        yield
+    finally:
+        _activities.pop()
+
+
+# ---- The stack of another thread: its files and lines ----
+#
+# Reading the frames of a running thread is not safe. jaxlib lets other threads run while it frees
+# arrays, in the middle of a function's return. At that moment `faulthandler` crashes CPython 3.12
+# and 3.13 with SIGSEGV, and `sys._current_frames` sometimes crashes CPython 3.11 later. The main
+# thread is therefore asked to report its own stack when that is safe (`Py_AddPendingCall`). If it
+# does not answer because it is inside native code, its frames are read from outside, with the
+# function that is safe for this version.
+
+
+Places = list[tuple[str, int]]
+
+_DEPTH = 100
+_STACK_PATIENCE = 0.02  # seconds to wait for the answer of the main thread
+
+_THREAD = re.compile(rb"^(?:Current t|T)hread 0x([0-9a-f]+).*$", re.MULTILINE)
+_PLACE = re.compile(rb'^  File "(.*)", line (\d+) in ', re.MULTILINE)
+_BYTES = 1 << 20
+
+
+class _Question:
+    """A question to the main thread, and its answer."""
+
+    def __init__(self) -> None:
+        self.answered = _thread.allocate_lock()
+        self.answered.acquire()
+        self.places: Places = []
+
+
+_question: _Question | None = None
+
+
+@ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.c_void_p)
+def _answer(_: int | None) -> int:
+    """Report the stack, in the main thread, between two instructions of its program."""
+    global _question
+    question, _question = _question, None
+    if question is not None:
+        question.places = _walk(sys._getframe().f_back)
+        question.answered.release()
+    return 0
+
+
+def places_of_main() -> Places:
+    """Return the stack of the main thread as (file, line) pairs, innermost first, at most 100.
+
+    Only one thread may call this at a time.
+    """
+    global _question
+    question = _Question()
+    waits, _question = _question is not None, question  # the last question is still unanswered
+    asked = waits or ctypes.pythonapi.Py_AddPendingCall(_answer, None) == 0
+    if asked and question.answered.acquire(timeout=_STACK_PATIENCE):
+        return question.places
+    return places(threading.main_thread().ident or 0)
+
+
+def places(thread: int) -> Places:
+    """Return the stack of a thread inside native code as (file, line) pairs, innermost first.
+
+    At most 100 pairs. `thread` is the identity of the thread.
+    """
+    if sys.version_info >= (3, 12):
+        return _walk(sys._current_frames().get(thread))
+    # Opened each time: a program that closes all files would free its descriptor for another file.
+    file = os.memfd_create("mpigrad-stacks")
+    try:
+        faulthandler.dump_traceback(file, all_threads=True)
+        _, *parts = _THREAD.split(os.pread(file, _BYTES, 0))
+    finally:
+        os.close(file)
+    for identity, stack in zip(parts[::2], parts[1::2], strict=True):
+        if int(identity, 16) == thread:
+            return [(_path(name), int(line)) for name, line in _PLACE.findall(stack)]
+    return []
+
+
+def _walk(frame: object) -> Places:
+    stack: Places = []
+    while frame is not None and len(stack) < _DEPTH:
+        stack.append((frame.f_code.co_filename, frame.f_lineno or 0))  # type: ignore[attr-defined]
+        frame = frame.f_back  # type: ignore[attr-defined]
+    return stack
+
+
+def _path(escaped: bytes) -> str:
+    """Decode a path in which characters beyond ASCII are escaped as in a Python string."""
+    return escaped.decode("unicode_escape" if b"\\" in escaped else "ascii", errors="replace")
+
+
+# ---- The watchdog of a rank: a thread that reads the board while an operation waits ----
+
 
 # Seconds without a change on the board before a deadlock is reported. The proof is exact. The time
 # is a margin for effects that the proof does not cover.

@@ -1,22 +1,159 @@
-"""Write fields as VTK image data, which ParaView opens: one piece for each rank, and an index."""
+"""Write fields as VTK files, which ParaView opens: one piece for each rank, and an index."""
 
 from __future__ import annotations
 
+import base64
 import dataclasses
+import itertools
+import math
+import numbers
 import os
+import pathlib
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from dataclasses import dataclass
+from typing import Any, BinaryIO, Literal
+from xml.sax.saxutils import quoteattr
 
+import numpy as np
 from numpy.typing import NDArray
 
-from mpigrad.collective_errors import assert_same_on_all_ranks
+from mpigrad.collective_errors import assert_same_on_all_ranks, raise_on_all_ranks
+from mpigrad.communicator import Communicator, resolve
 from mpigrad.grid import Grid
-from mpigrad.io.paths import check_path
-from mpigrad.io.pieces import write_pieces
+from mpigrad.io.files import check_path, write_atomically, write_pieces
 from mpigrad.io.tiles import Slices, cells_from_all_ranks, check_fields, check_origin
-from mpigrad.io.vtk_xml import DataArray, index_text, write_piece
 
-__all__ = ["write_vtk"]
+__all__ = [
+    "DataArray",
+    "index_text",
+    "write_piece",
+    "write_pvd",
+    "write_vtk",
+]
+
+# ---- VTK's XML files: arrays, a piece, and the index of pieces ----
+#
+# The format is described in "VTK XML Formats" of VTK's documentation.
+#
+# The values are appended to the XML as little-endian numbers, each array behind its size in
+# bytes.
+
+
+# Raw bytes are smaller. Meshio, which reads unstructured grids only, misreads several raw arrays.
+Encoding = Literal["raw", "base64"]
+
+
+@dataclass(frozen=True)
+class DataArray:
+    """An array of a piece, shape (n,) or (n, components)."""
+
+    name: str
+    values: NDArray[Any]
+
+    @classmethod
+    def of(cls, name: str, values: NDArray[Any]) -> DataArray:
+        """Return the array of a field. Vectors with two components get a third one, zero."""
+        if values.ndim == 2 and values.shape[1] == 1:
+            values = values[:, 0]
+        if values.ndim == 2 and values.shape[1] == 2:
+            values = np.concatenate([values, np.zeros_like(values[:, :1])], axis=1)
+        return cls(name, values.astype(np.uint8) if values.dtype == bool else values)
+
+    @property
+    def attributes(self) -> str:
+        """The attributes of the element of the array."""
+        kind = self.values.dtype.name.capitalize().replace("Uint", "UInt")
+        components = self.values.shape[1] if self.values.ndim == 2 else 1
+        return f'type="{kind}" Name={quoteattr(self.name)} NumberOfComponents="{components}"'
+
+    def length(self, encoding: Encoding) -> int:
+        """Return the number of bytes that `write` writes."""
+        size = 8 + self.values.nbytes
+        return size if encoding == "raw" else 4 * -(-size // 3)
+
+    def write(self, file: BinaryIO, encoding: Encoding) -> None:
+        """Write the size in bytes and the values."""
+        size = self.values.nbytes.to_bytes(8, "little")
+        little = np.ascontiguousarray(self.values, self.values.dtype.newbyteorder("<"))
+        if encoding == "raw":
+            file.write(size)
+            file.write(little.reshape(-1).view(np.uint8).data)
+        else:
+            file.write(base64.b64encode(size + little.tobytes()))
+
+
+Sections = Mapping[str, Sequence[DataArray]]
+
+
+def write_piece(
+    file: BinaryIO, kind: str, attributes: str, piece: str, sections: Sections, encoding: Encoding
+) -> None:
+    """Write the file of a piece.
+
+    Parameters
+    ----------
+    file
+        The file.
+    kind
+        The kind of grid, "ImageData" or "UnstructuredGrid".
+    attributes, piece
+        The attributes of the elements of the grid and of the piece.
+    sections
+        The arrays of each section, for example "PointData".
+    encoding
+        How the values are written.
+    """
+    arrays = list(itertools.chain.from_iterable(sections.values()))
+    offsets = itertools.accumulate((a.length(encoding) for a in arrays), initial=0)
+    lines = [_first_line(kind), _element(kind, attributes), _element("Piece", piece)]
+    for section, members in sections.items():
+        lines.append(f"<{section}>")
+        lines += [
+            f'<DataArray {array.attributes} format="appended" offset="{next(offsets)}"/>'
+            for array in members
+        ]
+        lines.append(f"</{section}>")
+    lines += ["</Piece>", f"</{kind}>", f'<AppendedData encoding="{encoding}">', "_"]
+    file.write("\n".join(lines).encode())
+    for array in arrays:
+        array.write(file, encoding)
+    file.write(b"\n</AppendedData>\n</VTKFile>\n")
+
+
+def index_text(
+    kind: str, attributes: str, pieces: Sequence[str], sections: Sections, directory: str
+) -> str:
+    """Return the text of the index of the pieces `directory`/0, `directory`/1, ...
+
+    `pieces` are the attributes of each piece, in which {} stands for the name of its file. The
+    cells of unstructured grids are in the pieces only.
+    """
+    lines = [_first_line(f"P{kind}"), _element(f"P{kind}", attributes)]
+    for section, members in sections.items():
+        if section != "Cells":
+            lines.append(f"<P{section}>")
+            lines += [f"<PDataArray {array.attributes}/>" for array in members]
+            lines.append(f"</P{section}>")
+    suffix = {"ImageData": ".vti", "UnstructuredGrid": ".vtu"}[kind]
+    for rank, piece in enumerate(pieces):
+        source = f"Source={quoteattr(f'{directory}/{rank}{suffix}')}"
+        lines.append(f"<Piece {piece.format(source)}/>")
+    return "\n".join([*lines, f"</P{kind}>", "</VTKFile>", ""])
+
+
+def _element(name: str, attributes: str) -> str:
+    return f"<{name} {attributes}>" if attributes else f"<{name}>"
+
+
+def _first_line(kind: str) -> str:
+    return (
+        f'<?xml version="1.0"?>\n<VTKFile type="{kind}" version="1.0" '
+        'byte_order="LittleEndian" header_type="UInt64">'
+    )
+
+
+# ---- Write fields as VTK image data, which ParaView opens: one piece for each rank, and an
+# index
 
 
 def write_vtk(
@@ -142,3 +279,78 @@ def _in_order(name: str, values: NDArray[Any], ndim: int) -> DataArray:
     components = values.shape[ndim:] or (1,)
     axes = (*reversed(range(ndim)), *range(ndim, values.ndim))
     return DataArray.of(name, values.transpose(axes).reshape(-1, *components))
+
+
+# ---- Write an index of files by time, which ParaView opens as one animation ----
+
+
+def write_pvd(
+    path: str | os.PathLike[str],
+    files: Mapping[float, str | os.PathLike[str]],
+    comm: Communicator | None = None,
+) -> None:
+    """Write a ParaView index of files that `write_vtk` has written at several times (collective).
+
+    Call it after each file of a long run: the index is small, and it is replaced in one step.
+
+    Parameters
+    ----------
+    path
+        The index, with the suffix `.pvd`. Its directory must exist.
+    files
+        The `.pvti` file of each time. Rank 0 reads this argument. The index has the paths relative
+        to its own directory.
+    comm
+        The communicator of the ranks that call it. Default: the communicator of the enclosing
+        `with`, or all ranks.
+
+    Raises
+    ------
+    TypeError, ValueError
+        On all ranks: if `files` is not a dict, a time is not finite, or `path` is not valid.
+    OSError
+        On all ranks: if a file does not exist, or the index cannot be written.
+
+    Examples
+    --------
+    >>> import mpigrad as mg
+    >>> grid = mg.Grid((4, 2), spacing=(0.25, 0.5))
+    >>> x, _ = grid.centers()
+    >>> files = {}
+    >>> for step in range(3):
+    ...     time = 0.1 * step
+    ...     files[time] = f"u_{step:04d}.pvti"
+    ...     mg.io.write_vtk(files[time], grid, {"u": x + time})
+    ...     mg.io.write_pvd("u.pvd", files)
+    """
+    comm = resolve(comm)
+    path = check_path("write_pvd", path, comm, ".pvd")
+    with raise_on_all_ranks(comm):
+        if comm.rank == 0:
+            index = _index(path, files).encode()
+            write_atomically(path, lambda file: file.write(index))
+
+
+def _index(path: pathlib.Path, files: Mapping[float, str | os.PathLike[str]]) -> str:
+    lines = []
+    if not isinstance(files, Mapping):
+        raise TypeError(
+            f"write_pvd: expected a dict of files by time, got {type(files).__name__}. Write "
+            "{0.0: 'u_0000.pvti'}."
+        )
+    for time, file in files.items():
+        if not isinstance(time, numbers.Real) or not math.isfinite(time):
+            raise ValueError(
+                f"write_pvd: expected finite numbers as times, got {time!r} for {file}."
+            )
+        if not pathlib.Path(file).is_file():
+            raise FileNotFoundError(f"write_pvd: {file} does not exist. Write it first.")
+        source = quoteattr(os.path.relpath(file, path.parent))
+        lines.append(f'<DataSet timestep="{float(time)!r}" file={source}/>')
+    return "\n".join(
+        [
+            '<?xml version="1.0"?>',
+            '<VTKFile type="Collection" version="1.0" byte_order="LittleEndian">',
+            "<Collection>", *lines, "</Collection>", "</VTKFile>", "",
+        ]
+    )  # fmt: skip

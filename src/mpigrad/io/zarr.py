@@ -14,10 +14,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from mpigrad.checkpoint.file_errors import name_in_errors
+from mpigrad.checkpoint.manifest import name_in_errors
 from mpigrad.collective_errors import assert_same_on_all_ranks, raise_on_all_ranks
 from mpigrad.grid import Grid
-from mpigrad.io.paths import check_path, try_to_remove
+from mpigrad.io.files import check_path, try_to_remove
 from mpigrad.io.tiles import Slices, cells_from_all_ranks, check_fields, check_origin
 
 __all__ = ["write_zarr"]

@@ -15,9 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.flatten_util import ravel_pytree
 
-from mpigrad.jobs.blocks import result_types
-from mpigrad.jobs.context import JobFunction
-from mpigrad.jobs.items import Bucket
+from mpigrad.jobs.items import Bucket, JobFunction, result_types
 from mpigrad.operations import _jax_compat as compat
 from mpigrad.operations import _jax_repairs as repairs
 from mpigrad.operations._jax_compat import Primitive, ShapedArray, ad, batching, mlir

@@ -13,11 +13,9 @@ import numpy as np
 from mpi4py import MPI
 
 from mpigrad.communicator import Communicator
-from mpigrad.jobs.blocks import apart, result_types
-from mpigrad.jobs.context import JobFunction
 from mpigrad.jobs.evaluation import assembled, rows, sealed
 from mpigrad.jobs.failures import FailureLog, end_with
-from mpigrad.jobs.items import Data
+from mpigrad.jobs.items import Data, JobFunction, apart, result_types
 from mpigrad.operations.collectives import allreduce
 from mpigrad.operations.custom import custom_operation
 from mpigrad.runtime.native import at_exit

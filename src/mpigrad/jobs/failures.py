@@ -14,8 +14,7 @@ import numpy as np
 from mpi4py import MPI
 
 from mpigrad.communicator import Communicator
-from mpigrad.jobs.context import job_id
-from mpigrad.jobs.items import Data
+from mpigrad.jobs.items import Data, job_id
 from mpigrad.operations.carrier import mark_common_branch
 from mpigrad.operations.custom import custom_operation
 

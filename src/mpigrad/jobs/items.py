@@ -1,24 +1,108 @@
-"""The items of a pool, in buckets of one shape and blocks of fixed size, kept on the ranks."""
+"""The items of a pool, and the blocks of jobs that are computed together."""
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import hashlib
 import pickle
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 
 from mpigrad.collective_errors import raise_on_all_ranks
 from mpigrad.communicator import Communicator
 from mpigrad.jobs.schedules import Dynamic, Schedule
+from mpigrad.operations.carrier import forbid_messages, without_carriers
 from mpigrad.operations.local_programs import as_array
 
-__all__ = ["BlockStore", "Bucket", "Data"]
+__all__ = [
+    "BlockStore",
+    "Bucket",
+    "Data",
+    "JobFunction",
+    "UserJob",
+    "apart",
+    "compute_block",
+    "inside_job",
+    "job_id",
+    "result_types",
+    "traced",
+]
+
+# ---- The context in which a job is traced ----
+
+
+# (params, item_params, item) -> (results that are summed over jobs, results of each job).
+JobFunction = Callable[[Any, Any, Any], tuple[Any, Any]]
+
+_REASON = (
+    "a job cannot communicate, because the other ranks are busy with other jobs. Communicate "
+    "before or after the map"
+)
+# Part of JAX's cache keys, 0 outside a job. A function traced inside a job is not reused outside,
+# and a function that holds the id of a job is not reused in a later trace.
+_inside = jax.make_user_context(0)
+_era = 1  # increases when the id of a job is read
+_ids: list[Any] = []
+
+
+def inside_job() -> bool:
+    """Return True while a job is traced, when pools compute without messages."""
+    return bool(_inside.value)
+
+
+def job_id() -> Any:
+    """Return the id of the outermost job that is traced now, or -1 outside a job."""
+    global _era
+    if not _ids:
+        return -1
+    _era += 1
+    return _ids[0]
+
+
+@contextlib.contextmanager
+def _in_job(index: Any) -> Iterator[None]:
+    _ids.append(index)
+    try:
+        with _inside(_era), forbid_messages(_REASON), without_carriers():
+            yield
+    finally:
+        _ids.pop()
+
+
+@dataclass(frozen=True)
+class UserJob:
+    """The user's function as a job, whose results are summed or returned one by one."""
+
+    fn: Callable[..., Any]
+    total: bool
+
+    def __call__(self, params: Any, item_params: Any, item: Any) -> tuple[Any, Any]:
+        result = jax.tree.map(jnp.asarray, self.fn(params, item_params, item))
+        if not self.total:
+            return (), result
+        # Booleans are counted.
+        return jax.tree.map(lambda y: y.astype(int) if y.dtype == bool else y, result), ()
+
+
+def traced(
+    job: JobFunction, params: Any, item_params: Any, item: Any, index: Any
+) -> tuple[Any, Any]:
+    """Trace `job` as the job of this id and return its results."""
+    with _in_job(index):
+        return job(params, item_params, item)
+
+
+# ---- The items of a pool, in buckets of one shape and blocks of fixed size, kept on the ranks
+
 
 _LARGEST_BLOCK = 64
 _BLOCKS = 16
@@ -324,3 +408,76 @@ def _digest_of_plan(plan: _Plan) -> bytes:
         found.update(repr((jax.tree.structure(bucket.skeleton), bucket.leaves)).encode())
         found.update(bucket.jobs.tobytes())
     return found.digest()
+
+
+# ---- Blocks of jobs: the unit of `vmap`, of schedules and of sums ----
+
+
+def compute_block(
+    job: JobFunction, params: Any, item_params: Any, item: Any, counts: Any, ids: Any
+) -> tuple[Any, Any, Any]:
+    """Compute all jobs of a block.
+
+    All arguments but `params` have a leading axis over the jobs of the block.
+
+    Returns
+    -------
+    The sum over the jobs that count, the result of each job, and a mask of the jobs without a NaN.
+    """
+
+    def one(item_params: Any, item: Any, index: Any) -> tuple[Any, Any]:
+        return traced(job, params, item_params, item, index)
+
+    added, kept = jax.vmap(one)(item_params, item, ids)
+    finite = jnp.ones(counts.shape, bool)
+    for leaf in jax.tree.leaves((added, kept)):
+        if jnp.issubdtype(leaf.dtype, jnp.inexact):
+            nan = jnp.isnan(jax.lax.stop_gradient(leaf))
+            finite &= ~jnp.any(nan, tuple(range(1, nan.ndim)))
+
+    def total(y: Any) -> Any:
+        counted = counts.reshape(-1, *[1] * (y.ndim - 1))
+        return jnp.sum(jnp.where(counted, y, jnp.zeros_like(y)), 0, dtype=y.dtype)
+
+    return jax.tree.map(total, added), kept, finite
+
+
+def apart(job: JobFunction, *operands: Any) -> tuple[Any, Any, Any]:
+    """Run `compute_block` as a separately compiled region.
+
+    Without it, XLA would inline a loop of one iteration, and the rounding of a block would depend
+    on how many blocks a rank has.
+    """
+    block = jax.jit(functools.partial(compute_block, job))
+    types = jax.eval_shape(block, *operands)
+    # True at run time, which the compiler cannot see.
+    always = jax.lax.optimization_barrier(jnp.asarray(True))
+    return jax.lax.cond(
+        always,
+        lambda: block(*operands),
+        lambda: jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), types),
+    )
+
+
+def result_types(
+    job: JobFunction, bucket: Bucket, params: Any, item_params: Any
+) -> tuple[Any, Any]:
+    """Return shapes and dtypes of one job's results: (the summed ones, the separate ones).
+
+    `item_params` has a leading axis over jobs.
+    """
+    items = bucket.item([jax.ShapeDtypeStruct(s, d) for s, d in bucket.leaves])
+    own = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), item_params)
+    index = jax.ShapeDtypeStruct((), "int32")
+    program, types = jax.make_jaxpr(lambda *operands: traced(job, *operands), return_shape=True)(
+        params, own, items, index
+    )
+    # The cotangents of other ranks' jobs would never arrive at a traced value from outside.
+    if not inside_job() and any(isinstance(x, Tracer) for x in program.consts):
+        kinds = ", ".join(str(jax.typeof(x)) for x in program.consts if isinstance(x, Tracer))
+        raise TypeError(
+            f"the job's function closes over traced values ({kinds}), whose derivatives would "
+            "miss the jobs of other ranks. Pass every value that is differentiated or traced by "
+            "jit in `params` or `item_params`."
+        )
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), types)  # no weak types

@@ -22,9 +22,8 @@ import numpy as np
 from mpi4py import MPI
 
 from mpigrad.communicator import BlockingCall, Communicator, resolve
-from mpigrad.jobs.context import JobFunction
 from mpigrad.jobs.failures import drop_caught
-from mpigrad.jobs.items import Data
+from mpigrad.jobs.items import Data, JobFunction
 from mpigrad.jobs.pool import Pool
 from mpigrad.jobs.schedules import Schedule, Static
 from mpigrad.operations.collectives import bcast

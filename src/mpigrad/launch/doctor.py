@@ -24,8 +24,14 @@ from mpigrad.launch.hostfile import Host, place_ranks
 from mpigrad.launch.mpi_installation import Launcher, Library, find_launcher, mpi_library
 from mpigrad.runtime.jax_versions import NEWEST_TESTED
 from mpigrad.runtime.mpi_library import TRIED, was_tried
-from mpigrad.runtime.native_path import ANY_MPI, hypre_built_with, native_path
-from mpigrad.runtime.processor import check_processor, processor_variant, waves_library
+from mpigrad.runtime.processor import (
+    ANY_MPI,
+    check_processor,
+    hypre_built_with,
+    native_path,
+    processor_variant,
+    waves_library,
+)
 from mpigrad.runtime.world import MPIError, world_around
 
 __all__ = ["examine"]

@@ -15,7 +15,6 @@ from mpigrad.operations.collectives import (
     scatter,
 )
 from mpigrad.operations.custom import custom_operation
-from mpigrad.operations.neighborhood import neighbor_alltoallv
 from mpigrad.operations.nonblocking import irecv, isend, wait, wait_with_status, waitall
 from mpigrad.operations.one_sided import one_sided
 from mpigrad.operations.point_to_point import recv, recv_with_status, send
@@ -25,6 +24,7 @@ from mpigrad.operations.v_collectives import (
     allgatherv,
     alltoallv,
     gatherv,
+    neighbor_alltoallv,
     reduce_scatterv,
     scatterv,
 )

@@ -10,7 +10,7 @@ Two rules mend this, for programs with messages only. Messages are always staged
 early (`_jax_staging.py`). `checkpoint` and `cond` get one more unknown result, so that their
 unknown part survives. Each change of JAX is an entry of `HOOKS`. If a hook cannot be installed, the
 feature that needs it is refused and everything else works. `autodiff/self_check.py` finds hooks
-that no longer have an effect. Functions with custom rules are in `_jax_custom_rules.py`.
+that no longer have an effect. Functions with custom rules are in `_jax_staging.py`.
 """
 
 from __future__ import annotations

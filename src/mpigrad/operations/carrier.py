@@ -22,8 +22,8 @@ import numpy as np
 from jax.core import Tracer
 
 from mpigrad.operations import _jax_compat as compat
-from mpigrad.operations import _jax_custom_rules as custom_rules
 from mpigrad.operations import _jax_repairs as repairs
+from mpigrad.operations import _jax_staging as custom_rules
 from mpigrad.operations import _jax_staging as staging
 from mpigrad.operations._jax_compat import Primitive, ShapedArray, ad, batching, mlir, visible
 from mpigrad.operations._jax_private import available, is_anything_missing, require

@@ -21,9 +21,8 @@ from mpigrad.operations._jax_compat import Primitive, ShapedArray
 from mpigrad.operations.carrier import carrier, forbid_messages
 from mpigrad.operations.primitive import is_differentiable, linear_map
 from mpigrad.operations.pytree_packing import arrays
-from mpigrad.runtime.call_sites import call_site
+from mpigrad.runtime.call_sites import call_site, utf8
 from mpigrad.runtime.native import ARITHMETIC_DTYPES, library
-from mpigrad.runtime.utf8 import utf8
 
 __all__ = ["custom_operation"]
 

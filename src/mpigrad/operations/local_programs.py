@@ -1,8 +1,4 @@
-"""The local parts of functions as few compiled programs, also outside of `jit`.
-
-Outside of `jit` JAX compiles a program for each operation of `jax.numpy`, and again for each new
-shape, in about 10 ms. `jnp.asarray` of a NumPy array is such an operation.
-"""
+"""The local parts of functions, and array indexing, as few compiled programs on every rank."""
 
 from __future__ import annotations
 
@@ -16,9 +12,19 @@ import numpy as np
 from jax.core import Tracer
 
 from mpigrad.operations import _jax_compat as compat
-from mpigrad.operations.carrier import without_carriers
+from mpigrad.operations.carrier import tie_in, without_carriers
 
-__all__ = ["as_array", "jit_local"]
+__all__ = [
+    "as_array",
+    "jit_local",
+    "put",
+    "take",
+]
+
+# ---- The local parts of functions as few compiled programs, also outside of `jit` ----
+#
+# Outside of `jit` JAX compiles a program for each operation of `jax.numpy`, and again for each
+# new shape, in about 10 ms. `jnp.asarray` of a NumPy array is such an operation.
 
 
 def as_array(x: Any, dtype: Any = None) -> jax.Array:
@@ -59,3 +65,29 @@ def jit_local(
             return program(*args, **kwargs)
 
     return call
+
+
+# ---- Array indexing that stays active and batched on a rank without indices ----
+#
+# JAX turns x[[]], and an empty `at[].add`, into a constant that depends on nothing. A message of
+# this constant would neither be batched nor be differentiated with the messages of the other
+# ranks.
+
+
+@jit_local(static_argnames=("unique",))
+def take(x: jax.Array, index: Any, unique: bool = False) -> jax.Array:
+    """Return x[index] along the leading axis. All indices must be in bounds."""
+    if not len(index):
+        return jax.lax.slice_in_dim(x, 0, 0).reshape(*index.shape, *x.shape[1:])
+    return x.at[index].get(
+        mode="promise_in_bounds", wrap_negative_indices=False, unique_indices=unique
+    )
+
+
+@jit_local(static_argnames=("n",))
+def put(n: int, index: Any, values: jax.Array) -> jax.Array:
+    """Add `values` at `index` to `n` zeros. All indices must be in bounds."""
+    zeros = jnp.zeros(n, values.dtype)
+    if not len(index):
+        return tie_in(zeros, values)
+    return zeros.at[index].add(values, mode="promise_in_bounds", wrap_negative_indices=False)

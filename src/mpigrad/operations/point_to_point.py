@@ -10,10 +10,10 @@ from mpi4py import MPI
 
 from mpigrad.communicator import Communicator, check_rank, resolve
 from mpigrad.operations._jax_compat import Primitive, ShapedArray
-from mpigrad.operations.any_source import recv_any_p, recv_from_p
 from mpigrad.operations.carrier import carrier
 from mpigrad.operations.primitive import linear_map
 from mpigrad.operations.pytree_packing import Packing
+from mpigrad.operations.requests import recv_any_p, recv_from_p
 from mpigrad.runtime.call_sites import call_site
 from mpigrad.runtime.native import TAG_LIMIT
 

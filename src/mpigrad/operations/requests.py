@@ -1,12 +1,4 @@
-"""The primitives of non-blocking messages: a post and a wait.
-
-A post returns a *request token*, a number that stands for the pending message, and the wait takes
-it. To JAX the token of a differentiable message is a linear function of the message, and the
-received value is a linear function of the token. So the token of the tangent goes to the wait of
-the tangent, and in the adjoint from the wait back to the post, on whatever way the program carries
-the request: through loops, branches and compiled functions. The adjoint of a wait is a post, and
-the adjoint of a post is a wait.
-"""
+"""The primitives of non-blocking messages, and of wildcard receives: a post and a wait."""
 
 from __future__ import annotations
 
@@ -19,10 +11,80 @@ from mpi4py import MPI
 
 from mpigrad.communicator import tangent_space
 from mpigrad.operations._jax_compat import Primitive, ShapedArray
-from mpigrad.operations.any_source import ENVELOPE
 from mpigrad.operations.primitive import is_differentiable, linear_map, map_with_tangent
 
-__all__ = ["irecv_any_p", "irecv_p", "isend_p", "wait_recv_any_p", "wait_recv_p", "wait_send_p"]
+__all__ = [
+    "ENVELOPE",
+    "irecv_any_p",
+    "irecv_p",
+    "isend_p",
+    "recv_any_p",
+    "recv_from_p",
+    "wait_recv_any_p",
+    "wait_recv_p",
+    "wait_send_p",
+]
+
+# ---- Wildcard receives: MPI.ANY_SOURCE and MPI.ANY_TAG ----
+#
+# The sender and the tag are known only when the program runs. They become an *envelope*, an
+# integer array by which derivatives name their partner: a tangent is received from the rank that
+# has sent the message, and the adjoint is sent back to that rank.
+
+
+ENVELOPE = ShapedArray((2,), np.dtype("int32"))  # the sender and the tag
+
+
+def _recv_from_transpose(ct: Any, envelope: Any, x: Any, a: Any, **where: int) -> Any:
+    send_to_p.bind(envelope, ct, a, **where)
+    return jnp.zeros(x.shape, x.dtype)
+
+
+def _send_to_transpose(ct: None, envelope: Any, x: Any, a: Any, **where: int) -> Any:
+    return recv_from_p.bind(envelope, jnp.zeros(x.shape, x.dtype), a, **where)[0]
+
+
+recv_from_p: Primitive = linear_map(
+    "recv_from",
+    n_nondiff=1,
+    n_inputs=1,
+    result=lambda envelope, x, **_: ShapedArray(x.shape, x.dtype),
+    transpose=_recv_from_transpose,
+    separate_tags=True,
+)
+send_to_p: Primitive = linear_map(
+    "send_to",
+    n_nondiff=1,
+    result=lambda envelope, x, **_: None,
+    transpose=_send_to_transpose,
+    separate_tags=True,
+)
+
+
+def _tangent(
+    residuals: Any, txs: Any, a: Any, *, source: int, tag: int, comm: int, site: int
+) -> list[Any]:
+    return recv_from_p.bind(*residuals, *txs, a, comm=tangent_space(comm), site=site)
+
+
+recv_any_p: Primitive = map_with_tangent(
+    "recv_any",
+    n_inputs=0,
+    result=lambda x, **_: [ShapedArray(x.shape, x.dtype), ENVELOPE],
+    batched_results=1,  # a batch is one message
+    residuals=lambda x, a, results, **_: results[1:],
+    tangent=_tangent,
+)
+
+
+# ---- The primitives of non-blocking messages: a post and a wait ----
+#
+# A post returns a *request token*, a number that stands for the pending message, and the wait
+# takes it. To JAX the token of a differentiable message is a linear function of the message, and
+# the received value is a linear function of the token. So the token of the tangent goes to the
+# wait of the tangent, and in the adjoint from the wait back to the post, on whatever way the
+# program carries the request: through loops, branches and compiled functions. The adjoint of a
+# wait is a post, and the adjoint of a post is a wait.
 
 
 def _token(x: Any, *, lanes: tuple[int, ...], **_: Any) -> ShapedArray:

@@ -19,7 +19,7 @@ from mpi4py import MPI
 
 from mpigrad.autodiff.transforms import Loss
 from mpigrad.checkpoint import Checkpoint, CheckpointSession, Decision, Stripes
-from mpigrad.checkpoint.file_errors import name_in_errors
+from mpigrad.checkpoint.manifest import name_in_errors
 from mpigrad.collective_errors import assert_same_on_all_ranks, raise_on_all_ranks
 from mpigrad.communicator import Communicator, resolve
 from mpigrad.earlier_run import earlier_run_error, last_record

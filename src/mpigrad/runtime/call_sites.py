@@ -10,7 +10,6 @@ from collections.abc import Iterable, Iterator
 from types import FrameType
 
 from mpigrad.runtime.native import library
-from mpigrad.runtime.utf8 import utf8_end
 
 __all__ = [
     "Neighbors",
@@ -22,7 +21,41 @@ __all__ = [
     "note_neighbors",
     "pass_over",
     "program_line",
+    "utf8",
+    "utf8_end",
 ]
+
+# ---- Texts of a limited length in bytes, for native memory ----
+
+
+def utf8(text: str, room: int) -> bytes:
+    """Return the beginning of a text in at most `room` bytes, without half a character.
+
+    Examples
+    --------
+    >>> from mpigrad.runtime.call_sites import utf8
+    >>> utf8("tränen", 3)
+    b'tr'
+    """
+    data = text.encode(errors="replace")
+    return data if len(data) <= room else data[:room].decode(errors="ignore").encode()
+
+
+def utf8_end(text: str, room: int) -> bytes:
+    """Return the end of a text in at most `room` bytes, without half a character.
+
+    Examples
+    --------
+    >>> from mpigrad.runtime.call_sites import utf8_end
+    >>> utf8_end("tränen", 5)
+    b'nen'
+    """
+    data = text.encode(errors="replace")
+    return data if len(data) <= room else data[len(data) - room :].decode(errors="ignore").encode()
+
+
+# ---- Call sites: the user's source line of every operation, as an id in compiled programs ----
+
 
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 _JAX = os.path.join("site-packages", "jax") + os.sep

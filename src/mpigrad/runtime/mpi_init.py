@@ -10,7 +10,7 @@ import signal
 import sys
 from collections.abc import Iterator
 
-from mpigrad.runtime.native_path import native_path
+from mpigrad.runtime.processor import native_path
 
 __all__ = ["forbid_child_import", "limit_mpi_init"]
 

@@ -14,7 +14,7 @@ import numpy as np
 from mpi4py import MPI
 
 from mpigrad.runtime.mpi_library import TRIED, find_mpi_libraries, was_tried
-from mpigrad.runtime.native_path import native_path
+from mpigrad.runtime.processor import native_path
 
 __all__ = [
     "ARITHMETIC_DTYPES",

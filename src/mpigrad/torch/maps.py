@@ -1,6 +1,5 @@
-"""Compiled programs on tensors for a JAX function with messages and for its derivatives."""
+"""Functions with messages on tensors: conversions, compiled programs, and the autograd function."""
 
-# pyright: reportMissingImports=false
 from __future__ import annotations
 
 import functools
@@ -11,14 +10,113 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import torch
+from torch.autograd import forward_ad
 
 from mpigrad.autodiff.transforms import jvp, vmap
 from mpigrad.operations.carrier import CARRIER, opaque_zero, outer_carrier, with_carrier
 from mpigrad.operations.jit import jit
 from mpigrad.runtime.call_sites import at_call_site
-from mpigrad.torch.arrays import from_array, is_differentiable, to_array
+from mpigrad.torch._torch_compat import (
+    dual_token,
+    in_dual_level,
+    in_transform,
+    only_batched,
+    transformed_token,
+)
+from mpigrad.torch.chain import Chain, Reversal, current
 
-__all__ = ["Map"]
+__all__ = [
+    "Map",
+    "apply",
+    "from_array",
+    "is_differentiable",
+    "to_array",
+    "type_of",
+    "zeros",
+]
+
+# ---- Conversion between PyTorch tensors and JAX arrays, by views if the memory allows it ----
+
+
+# pyright: reportMissingImports=false
+
+
+_DTYPES: dict[torch.dtype, np.dtype] = {
+    torch.bool: np.dtype(np.bool_),
+    torch.int8: np.dtype(np.int8),
+    torch.int16: np.dtype(np.int16),
+    torch.int32: np.dtype(np.int32),
+    torch.int64: np.dtype(np.int64),
+    torch.uint8: np.dtype(np.uint8),
+    torch.uint16: np.dtype(np.uint16),
+    torch.uint32: np.dtype(np.uint32),
+    torch.uint64: np.dtype(np.uint64),
+    torch.float16: np.dtype(np.float16),
+    torch.bfloat16: np.dtype(jnp.bfloat16),
+    torch.float32: np.dtype(np.float32),
+    torch.float64: np.dtype(np.float64),
+    torch.complex64: np.dtype(np.complex64),
+    torch.complex128: np.dtype(np.complex128),
+}
+_TORCH_DTYPES = {array: tensor for tensor, array in _DTYPES.items()}
+
+
+def is_differentiable(x: Any) -> bool:
+    """Return True if a tensor, or the type of an array, has a derivative."""
+    return jnp.issubdtype(x.dtype, jnp.inexact)
+
+
+def type_of(x: torch.Tensor) -> tuple[tuple[int, ...], np.dtype]:
+    """Return shape and dtype of `x` as an array, or raise an error if MPI cannot send it."""
+    dtype = _DTYPES.get(x.dtype)
+    if dtype is None:
+        raise TypeError(
+            f"mpigrad.torch: MPI cannot send tensors of {x.dtype}. Convert the tensor first, for "
+            "instance by x.to(torch.float32)."
+        )
+    if x.layout != torch.strided or x.is_nested:
+        raise TypeError(
+            f"mpigrad.torch: a tensor of layout {x.layout} cannot be sent. Send its parts, or "
+            "x.to_dense()."
+        )
+    if x.device.type == "meta":
+        raise TypeError(
+            "mpigrad.torch: expected a tensor with values, got a meta tensor. Send "
+            "a tensor of a CPU or GPU."
+        )
+    return tuple(x.shape), dtype
+
+
+def to_array(x: torch.Tensor) -> Any:
+    """Return the values of `x` for a JAX program, as a view if `x` is contiguous on the host.
+
+    The program must end before the tensor is written again.
+    """
+    x = x.detach()
+    if x.device.type != "cpu":
+        x = x.cpu()
+    x = x.resolve_conj().resolve_neg().contiguous()
+    if x.dtype is torch.bfloat16:  # an extension type in NumPy
+        return x.view(torch.int16).numpy().view(jnp.bfloat16)
+    return x.numpy()
+
+
+def from_array(y: jax.Array, device: torch.device) -> torch.Tensor:
+    """Convert an array without other references to a tensor, which may be written."""
+    x = torch.from_dlpack(y.__dlpack__())
+    return x if device.type == "cpu" else x.to(device)
+
+
+def zeros(type_: jax.ShapeDtypeStruct, device: torch.device) -> torch.Tensor:
+    """Return zeros with the shape and dtype of an array type."""
+    return torch.zeros(type_.shape, dtype=_TORCH_DTYPES[np.dtype(type_.dtype)], device=device)
+
+
+# ---- Compiled programs on tensors for a JAX function with messages and for its derivatives ----
+
+
+# pyright: reportMissingImports=false
+
 
 Arrays = Sequence[Any]
 
@@ -205,3 +303,162 @@ def _execute(program: Callable[..., Any], tensors: Sequence[torch.Tensor], *befo
 
 def _tensors(arrays: Sequence[Any], device: torch.device) -> list[torch.Tensor]:
     return [from_array(y, device) for y in arrays]
+
+
+# ---- The autograd function for all maps with messages ----
+
+
+# pyright: reportMissingImports=false
+
+
+_HOST = torch.device("cpu")
+
+
+class _Call:
+    """A map in autograd, with the reversal to which its node belongs."""
+
+    __slots__ = ("device", "known", "map", "remember", "residuals", "reversal")
+
+    def __init__(
+        self,
+        map_: Map,
+        device: torch.device,
+        reversal: Reversal | None,
+        *,
+        remember: bool = False,
+        known: list[torch.Tensor] | None = None,
+    ) -> None:
+        self.map, self.device, self.reversal = map_, device, reversal
+        self.remember = remember  # the residuals, for a backward pass without a graph
+        self.known = known  # the results of a message that was received already
+        self.residuals: Any = None
+
+    def run(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        if self.known is not None:
+            known, self.known = self.known, None
+            return known
+        if self.remember:
+            results, self.residuals = self.map.remember(tensors, self.device)
+            return results
+        return self.map.run(tensors, self.device)
+
+    def of(self, map_: Map) -> _Call:
+        return _Call(map_, self.device, self.reversal)
+
+
+class _Message(torch.autograd.Function):
+    """(call, token, *operands) -> (token, *results)."""
+
+    @staticmethod
+    def forward(call: _Call, token: torch.Tensor, *tensors: torch.Tensor) -> Any:
+        return (torch.zeros(()), *call.run(tensors))
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.call, _, *tensors = inputs
+        if not ctx.call.map.linear:
+            ctx.save_for_backward(*tensors)
+            ctx.save_for_forward(*tensors)
+        results = zip(ctx.call.map.results, output[1:], strict=True)
+        ctx.mark_non_differentiable(*(y for t, y in results if not is_differentiable(t)))
+
+    @staticmethod
+    def backward(ctx: Any, token: torch.Tensor, *cotangents: torch.Tensor) -> Any:  # type: ignore[override]
+        call: _Call = ctx.call
+        if call.reversal is not None:
+            call.reversal.check(call.map.site)
+        cts = [cotangents[i] for i in call.map.active_results]
+        linear = call.map.linear
+        if torch.is_grad_enabled() or in_transform():
+            # A message, too, so that the backward pass has derivatives and can be batched.
+            adjoint = call.map.transposed if linear else call.map.pullback
+            operands = cts if linear else [*ctx.saved_tensors, *cts]
+            token, *active = _Message.apply(call.of(adjoint), token, *operands)
+        elif linear:
+            active = call.map.transposed.run(cts, call.device)
+        elif call.residuals is not None:
+            active = call.map.pull(call.residuals, cts, call.device)
+            if call.reversal is not None and not call.reversal.keeps:
+                call.residuals = None  # otherwise a loss that the program keeps would keep them
+        else:
+            active = call.map.pullback.run([*ctx.saved_tensors, *cts], call.device)
+        gradients: list[Any] = [None] * len(call.map.types)
+        for i, ct in zip(call.map.active, active, strict=True):
+            gradients[i] = ct
+        return None, token, *gradients
+
+    @staticmethod
+    def jvp(ctx: Any, _: None, token: torch.Tensor | None, *tangents: Any) -> Any:  # type: ignore[override]
+        map_: Map = ctx.call.map
+        active = [
+            zeros(map_.types[i], ctx.call.device) if tangents[i] is None else tangents[i]
+            for i in map_.active
+        ]
+        token = torch.zeros(()) if token is None else token
+        if map_.linear:
+            derivative, operands = map_.transposed.transposed, active
+        else:
+            derivative, operands = map_.pushforward, [*ctx.saved_tensors, *active]
+        token, *pushed = _Message.apply(ctx.call.of(derivative), token, *operands)
+        results: list[Any] = [None] * len(map_.results)
+        for i, t in zip(map_.active_results, pushed, strict=True):
+            results[i] = t
+        return token, *results
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Any, call: _Call, token: torch.Tensor, *tensors: Any) -> Any:  # type: ignore[override]
+        _, token_axis, *axes = in_dims
+        if token_axis is not None:
+            token = token.sum(token_axis)
+        types = [
+            jax.ShapeDtypeStruct(tuple(x.shape), t.dtype)
+            for x, t in zip(tensors, call.map.types, strict=True)
+        ]
+        batched = call.map.batched(tuple(axes), info.batch_size, types)
+        outputs = _Message.apply(call.of(batched), token, *tensors)
+        return outputs, (None, *(0 for _ in batched.results))
+
+
+# Outside of transformations PyTorch's `apply` only binds arguments by name, and that takes longer
+# than a message.
+_record: Any = super(torch.autograd.Function, _Message).apply  # type: ignore[attr-defined]
+
+
+def apply(
+    map_: Map, tensors: Sequence[torch.Tensor], known: list[torch.Tensor] | None = None
+) -> list[torch.Tensor]:
+    """Apply a map and record it in autograd and on the chain if it has a derivative.
+
+    With `known` results the message was received already, and only its derivatives are sent.
+    """
+    device = tensors[0].device if tensors else _HOST
+    transformed, forward_mode = in_transform(), in_dual_level()
+    recording = torch.is_grad_enabled() and map_.has_derivative
+    if not transformed and not recording and not (forward_mode and map_.has_derivative):
+        return map_.run(tensors, device) if known is None else known
+    # Transformations that differentiate work without a chain: mpigrad cannot join their graphs.
+    chain = current() if recording and (not transformed or only_batched()) else None
+    head = None if chain is None else chain.head
+    call = _Call(
+        map_,
+        device,
+        None if chain is None else chain.reversal,
+        remember=recording and not transformed and not map_.linear,
+        known=known,
+    )
+    if transformed:
+        token, *results = _Message.apply(call, transformed_token(head), *tensors)
+    else:
+        token = torch.zeros(()) if head is None else head
+        token, *results = _record(call, dual_token(token) if forward_mode else token, *tensors)
+    if chain is not None:
+        advance(chain, token, forward_mode)
+    return results
+
+
+def advance(chain: Chain, token: torch.Tensor, forward_mode: bool) -> None:
+    """Order the next message after this one, and after the message of its tangent."""
+    if forward_mode:
+        token, tangent = forward_ad.unpack_dual(token)
+        token = token if tangent is None else token + tangent
+    chain.advance(token)

@@ -19,10 +19,10 @@ from mpigrad.communicator import Communicator, resolve
 from mpigrad.operations.custom import Function
 from mpigrad.operations.nonblocking import Request, in_order_of_posts
 from mpigrad.runtime.call_sites import call_site
-from mpigrad.torch import message, reductions
+from mpigrad.torch import maps as message
+from mpigrad.torch import reductions
 from mpigrad.torch._torch_compat import eagerly, in_transform
-from mpigrad.torch.arrays import to_array, type_of
-from mpigrad.torch.maps import Map
+from mpigrad.torch.maps import Map, to_array, type_of
 from mpigrad.torch.reductions import Reduction
 
 __all__ = [

@@ -16,13 +16,11 @@ Examples
 
 from mpigrad.training.batches import Batches
 from mpigrad.training.flat_buffer import FlatBuffer, Parameter
-from mpigrad.training.history import History, Span, StepRecord
-from mpigrad.training.local import LocalSGD
-from mpigrad.training.metrics import mean
+from mpigrad.training.history import History, Span, StepRecord, mean
 from mpigrad.training.replica import Replica
 from mpigrad.training.server import ParameterServer
 from mpigrad.training.strategy import Run, Session, StepError, Strategy
-from mpigrad.training.synchronous import Synchronous
+from mpigrad.training.synchronous import LocalSGD, Synchronous
 from mpigrad.training.trainer import Trainer, trainer
 
 __all__ = [

@@ -22,10 +22,8 @@ from mpi4py import MPI
 from numpy.typing import NDArray
 
 from mpigrad.communicator import BlockingCall, Communicator
-from mpigrad.training.flat_buffer import FlatBuffer
+from mpigrad.training.flat_buffer import FlatBuffer, Memory, combine, scale
 from mpigrad.training.history import Span
-from mpigrad.training.memory import Memory
-from mpigrad.training.summation import combine, scale
 
 __all__ = ["Exchange"]
 

@@ -1,9 +1,15 @@
-"""Contiguous memory for all parameters of a model, or for their gradients."""
+"""Contiguous memory for parameters or gradients, and sums of it in a fixed order."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
+import mmap
+import os
+import pathlib
+import uuid
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,10 +17,188 @@ import jax.numpy as jnp
 import numpy as np
 from numpy.typing import NDArray
 
-from mpigrad.training.memory import Memory
-from mpigrad.training.summation import scale
+from mpigrad.communicator import Communicator
 
-__all__ = ["HEADER", "FlatBuffer", "Parameter"]
+__all__ = [
+    "HEADER",
+    "FlatBuffer",
+    "Memory",
+    "Parameter",
+    "combine",
+    "scale",
+]
+
+# ---- Memory that the other ranks of this host can read and write ----
+
+
+_NAME = "mpigrad-training"
+_TOKEN = 16  # bytes
+_BOOT = pathlib.Path("/proc/sys/kernel/random/boot_id")
+
+
+class Memory:
+    """Zero-initialised memory, in an anonymous file if the system has `memfd_create`.
+
+    Parameters
+    ----------
+    size
+        Size in bytes, at least 16.
+
+    Attributes
+    ----------
+    bytes
+        The memory, shape (max(size, 16),), aligned to a page.
+    """
+
+    bytes: NDArray[np.uint8]
+
+    def __init__(self, size: int) -> None:
+        self._file, size = -1, max(size, _TOKEN)
+        try:
+            self._file = os.memfd_create(_NAME)
+            weakref.finalize(self, os.close, self._file)
+            os.ftruncate(self._file, size)
+            self.bytes = _mapped(self._file, size)
+        except (AttributeError, OSError):  # no memfd_create: memory of this rank only
+            self._file = -1
+            self.bytes = np.zeros(size, np.uint8)
+
+    def map_all(self, comm: Communicator) -> list[NDArray[np.uint8] | None]:
+        """Map every rank's memory, or None for ranks on another host (collective).
+
+        The memories of all ranks have the same size. Two ranks map each other's memory, or neither
+        does.
+        """
+        before = self.bytes[:_TOKEN].copy()
+        token = uuid.uuid4().bytes
+        self.bytes[:_TOKEN] = np.frombuffer(token, np.uint8)
+        boot = _BOOT.read_text() if _BOOT.exists() else token.hex()
+        everybody = comm.mpi.allgather((boot, os.getpid(), self._file, token))
+        found: list[NDArray[np.uint8] | None] = [None] * comm.size
+        for rank, (there, process, file, expected) in enumerate(everybody):
+            if rank == comm.rank:
+                found[rank] = self.bytes
+            elif there == boot and file >= 0 and self._file >= 0:
+                found[rank] = _opened(process, file, self.bytes.size, expected)
+        seen = comm.mpi.allgather([memory is not None for memory in found])
+        self.bytes[:_TOKEN] = before  # all ranks have read the token
+        return [m if seen[rank][comm.rank] else None for rank, m in enumerate(found)]
+
+
+def _opened(process: int, file: int, size: int, token: bytes) -> NDArray[np.uint8] | None:
+    path = f"/proc/{process}/fd/{file}"
+    with contextlib.suppress(OSError):
+        if not os.readlink(path).startswith(f"/memfd:{_NAME}"):
+            return None  # a process of another container has this number here
+        handle = os.open(path, os.O_RDWR)
+        try:
+            if os.fstat(handle).st_size != size:
+                return None
+            memory = _mapped(handle, size)
+        finally:
+            os.close(handle)
+        if memory[:_TOKEN].tobytes() == token:
+            return memory
+    return None
+
+
+def _mapped(file: int, size: int) -> NDArray[Any]:
+    return np.frombuffer(mmap.mmap(file, size, flags=mmap.MAP_SHARED), np.uint8)
+
+
+# ---- Sums over ranks in a fixed order, with the same bits on every rank ----
+
+
+_CHUNK = 1 << 15  # numbers that are added, scaled, squared and copied together, within the cache
+
+
+def _arithmetic(dtype: np.dtype[Any]) -> np.dtype[Any]:
+    """Return the dtype of sums and products, to which factors are rounded, too."""
+    return np.dtype(np.float32) if dtype.itemsize < 4 else dtype
+
+
+def scale(numbers: NDArray[Any], factor: float) -> None:
+    """Multiply numbers by a factor in place, with 16-bit numbers in float32 arithmetic."""
+    dtype = _arithmetic(numbers.dtype)
+    np.multiply(numbers, dtype.type(factor), out=numbers, dtype=dtype, casting="unsafe")
+
+
+def combine(
+    pieces: Sequence[NDArray[Any]],
+    scale: float,
+    out: NDArray[Any],
+    copies: Sequence[NDArray[Any]] = (),
+    nonfinite: list[tuple[int, list[int]]] | None = None,
+    factors: Sequence[float] | None = None,
+) -> float:
+    """Set `out` to ((pieces[0] + pieces[1]) + ...) · scale, and return its sum of squares.
+
+    Parameters
+    ----------
+    pieces
+        Arrays of shape (n,) of one real floating-point dtype. The arithmetic for 16-bit dtypes is
+        float32.
+    scale
+        The factor, which is rounded to the dtype of the arithmetic.
+    out, copies
+        Arrays of shape (n,) and the pieces' dtype that receive the result. They may be pieces.
+    nonfinite
+        A list that receives, for each chunk with a non-finite number, its index and the indices of
+        the pieces that are not finite there.
+    factors
+        A factor for each piece, rounded like `scale`, by which it is multiplied before the sum.
+
+    Returns
+    -------
+    float
+        The sum of squares. It is not finite if `out` has a non-finite number, or if a square
+        overflows.
+    """
+    dtype = _arithmetic(out.dtype)
+    factor = dtype.type(scale)
+    chunk = np.empty(min(_CHUNK, out.size), dtype)
+    total = 0.0
+    with np.errstate(over="ignore", invalid="ignore"):
+        for start in range(0, out.size, _CHUNK):
+            here = slice(start, min(start + _CHUNK, out.size))
+            sums = chunk[: here.stop - start]
+            terms = [piece[here] for piece in pieces]
+            if factors is not None:
+                terms = [
+                    np.multiply(term, dtype.type(f), dtype=dtype, casting="unsafe")
+                    for term, f in zip(terms, factors, strict=True)
+                ]
+            first, *rest = terms
+            for piece in rest:
+                np.add(first, piece, out=sums, dtype=dtype, casting="unsafe")
+                first = sums
+            np.multiply(first, factor, out=sums, dtype=dtype, casting="unsafe")
+            if out.dtype != dtype:
+                sums[:] = sums.astype(out.dtype)  # numbers out of range become infinite
+            square = float(np.dot(sums, sums))
+            if not math.isfinite(square) and nonfinite is not None:
+                _look([piece[here] for piece in pieces], sums, start, nonfinite)
+            total += square
+            for target in (out, *copies):
+                target[here] = sums
+    return total
+
+
+def _look(
+    pieces: Sequence[NDArray[Any]],
+    sums: NDArray[Any],
+    start: int,
+    nonfinite: list[tuple[int, list[int]]],
+) -> None:
+    bad = np.flatnonzero(~np.isfinite(sums))
+    if bad.size:
+        at = int(bad[0])
+        whose = [i for i, piece in enumerate(pieces) if not jnp.isfinite(piece[at])]
+        nonfinite.append((start + at, whose or list(range(len(pieces)))))  # a sum may overflow
+
+
+# ---- Contiguous memory for all parameters of a model, or for their gradients ----
+
 
 HEADER = 16  # numbers (float64) before the first section, free for a message's header
 _ALIGNMENT = 64  # bytes, as for XLA's own buffers, so that XLA can read sections without a copy

@@ -17,11 +17,16 @@ from mpigrad.checkpoint import Checkpoint, CheckpointSession, Store
 from mpigrad.collective_errors import assert_same_on_all_ranks, raise_on_all_ranks
 from mpigrad.communicator import Communicator, resolve
 from mpigrad.profiling.progress_bar import Progress
-from mpigrad.training import state as saved_state
+from mpigrad.training import strategy as saved_state
 from mpigrad.training.batches import Batches
 from mpigrad.training.history import History, Span, StepRecord
-from mpigrad.training.replica import Batch, Replica
-from mpigrad.training.replica_sync import bcast_bytes, synchronize, warn_if_replicas_differ
+from mpigrad.training.replica import (
+    Batch,
+    Replica,
+    bcast_bytes,
+    synchronize,
+    warn_if_replicas_differ,
+)
 from mpigrad.training.strategy import END, FAILED, SAVE, STOP, Run, Strategy, raise_step_error
 from mpigrad.training.synchronous import Synchronous
 
@@ -119,7 +124,7 @@ def _replica(model: Any, optimizer: Any, loss: Any, weight: Any) -> Replica:
         from mpigrad.training.torch_replica import TorchReplica
 
         return TorchReplica(model, optimizer, loss, weight)
-    from mpigrad.training.jax_replica import JaxReplica
+    from mpigrad.training.replica import JaxReplica
 
     return JaxReplica(model, optimizer, loss, weight)
 

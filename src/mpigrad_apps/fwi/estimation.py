@@ -18,7 +18,7 @@ from mpigrad import checkpoint
 from mpigrad.collective_errors import raise_on_all_ranks
 from mpigrad.communicator import Communicator, resolve
 from mpigrad.io import write_zarr
-from mpigrad.io.atomic_write import write_atomically
+from mpigrad.io.files import write_atomically
 from mpigrad.profiling.progress_bar import Progress
 from mpigrad_apps.fitting import TrainingResult, prepare_training, train
 from mpigrad_apps.fwi.inversion import Inversion, prepare_inversion

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from mpigrad.collective_errors import call_on_root, raise_on_all_ranks
 from mpigrad.grid import Grid, halo_exchange
-from mpigrad.operations.indexing import take
+from mpigrad.operations.local_programs import take
 
 __all__ = [
     "Data",

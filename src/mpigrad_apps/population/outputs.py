@@ -12,7 +12,7 @@ import jax
 import numpy as np
 from jaxtyping import Float
 
-from mpigrad.io.atomic_write import write_atomically
+from mpigrad.io.files import write_atomically
 from mpigrad.optimize import Solution
 from mpigrad_apps import report
 from mpigrad_apps.population import pictures

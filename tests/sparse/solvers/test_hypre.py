@@ -10,7 +10,7 @@ from systems import grid_system
 
 import mpigrad as mg
 from helpers import close
-from mpigrad.runtime.native_path import hypre_built_with
+from mpigrad.runtime.processor import hypre_built_with
 from mpigrad.sparse import (
     GMRES,
     PCG,

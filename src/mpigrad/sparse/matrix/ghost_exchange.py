@@ -15,8 +15,7 @@ from mpigrad.collective_errors import raise_error
 from mpigrad.communicator import HANDSHAKE_TAG, SWAP_TAG, BlockingCall, Communicator, resolve
 from mpigrad.operations import neighbor_alltoallv
 from mpigrad.operations.carrier import tie_in
-from mpigrad.operations.indexing import take
-from mpigrad.operations.local_programs import as_array, jit_local
+from mpigrad.operations.local_programs import as_array, jit_local, take
 
 __all__ = [
     "GhostExchange",

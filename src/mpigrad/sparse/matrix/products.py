@@ -11,8 +11,7 @@ import jax
 import numpy as np
 
 from mpigrad.operations import neighbor_alltoallv
-from mpigrad.operations.indexing import take
-from mpigrad.operations.local_programs import as_array
+from mpigrad.operations.local_programs import as_array, take
 from mpigrad.sparse.matrix.ghost_exchange import (
     GhostExchange,
     exchange_with_neighbors,

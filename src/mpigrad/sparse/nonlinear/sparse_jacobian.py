@@ -18,8 +18,7 @@ import numpy as np
 import scipy.sparse
 
 from mpigrad.operations.carrier import CARRIER, with_carrier
-from mpigrad.operations.indexing import take
-from mpigrad.operations.local_programs import as_array
+from mpigrad.operations.local_programs import as_array, take
 from mpigrad.sparse.matrix.ghost_exchange import (
     GhostExchange,
     exchange_with_neighbors,

@@ -19,8 +19,7 @@ from mpigrad.runtime.native import (
     status_layout,
 )
 from mpigrad.runtime.native import library as communication
-from mpigrad.runtime.native_path import ANY_MPI, hypre_built_with, native_path
-from mpigrad.runtime.processor import variant_library
+from mpigrad.runtime.processor import ANY_MPI, hypre_built_with, native_path, variant_library
 
 __all__ = [
     "check_size",

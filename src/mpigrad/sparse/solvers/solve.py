@@ -23,10 +23,9 @@ from mpigrad.operations.carrier import (
     set_carrier,
     without_carriers,
 )
-from mpigrad.operations.indexing import take
-from mpigrad.operations.local_programs import as_array, jit_local
-from mpigrad.operations.neighborhood import NEIGHBOR_TAG, neighbor_alltoallv_p
+from mpigrad.operations.local_programs import as_array, jit_local, take
 from mpigrad.operations.primitive import run_eagerly
+from mpigrad.operations.v_collectives import NEIGHBOR_TAG, neighbor_alltoallv_p
 from mpigrad.runtime.call_sites import call_site, describe
 from mpigrad.solution import Solution
 from mpigrad.sparse.matrix.matrix import Matrix, apply

@@ -13,11 +13,10 @@ import numpy as np
 from mpigrad._shapes import Array, Float
 from mpigrad.grid.grid import Grid
 from mpigrad.grid.halo_exchange import halo_exchange
-from mpigrad.operations.indexing import put, take
-from mpigrad.waves.absorbing import WaveTile
+from mpigrad.operations.local_programs import put, take
+from mpigrad.waves.absorbing import WaveTile, exchange_faces
 from mpigrad.waves.acoustic.scheme import Scheme, State, pack, unpack
 from mpigrad.waves.arguments import SECOND_DERIVATIVES, wave_equation_limit
-from mpigrad.waves.face_exchange import exchange_faces
 from mpigrad.waves.interpolation import PointTable
 
 __all__ = [

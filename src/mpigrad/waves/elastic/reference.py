@@ -25,8 +25,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from mpigrad._shapes import Array, Float
-from mpigrad.operations.indexing import put, take
-from mpigrad.waves.absorbing import Layer
+from mpigrad.operations.local_programs import put, take
+from mpigrad.waves.absorbing import Layer, exchange_faces
 from mpigrad.waves.elastic.attenuation import Loss, relax
 from mpigrad.waves.elastic.media import (
     AnelasticState,
@@ -50,7 +50,6 @@ from mpigrad.waves.elastic.scheme import (
     axis_of,
     points_of,
 )
-from mpigrad.waves.face_exchange import exchange_faces
 
 __all__ = ["propagate", "step"]
 
