@@ -14,7 +14,7 @@ SOURCES = pathlib.Path(mpigrad.__file__).parent.parent
 # From the ground floor up. A room may import from lower floors only; rooms of one floor do not
 # know each other.
 FLOORS = (
-    ("_shapes", "_version", "earlier_run", "solution"),
+    ("_version", "solution"),
     ("_lazy",),
     ("runtime",),
     ("guard",),
@@ -114,3 +114,17 @@ def test_lazy_names_are_typed_and_exist(package: str) -> None:
             assert getattr(module, name) is not None
     with pytest.raises(AttributeError, match="has no attribute 'nothing'"):
         module.nothing  # noqa: B018
+
+
+def test_the_architecture_page_names_every_room() -> None:
+    page = (SOURCES.parent / "docs" / "architecture.md").read_text()
+    rooms = [path.parent.name for path in (SOURCES / "mpigrad").glob("*/*.py")]
+    native = [path.name for path in (SOURCES.parent / "native").iterdir() if path.is_dir()]
+    missing = [room for room in (*rooms, *native) if f"`{room}/`" not in page]
+    assert len(rooms) > 100 and not missing
+
+
+def test_the_house_does_not_grow() -> None:
+    """What a reader has to look through: files, and modules at the top."""
+    assert len([m for m in modules() if m.startswith("mpigrad.")]) <= 210
+    assert len(list((SOURCES / "mpigrad").glob("*.py"))) <= 10

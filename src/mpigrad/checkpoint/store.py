@@ -25,7 +25,7 @@ from mpigrad.checkpoint.manifest import DamagedSaveError, Manifest, name_in_erro
 from mpigrad.checkpoint.owner import Owner
 from mpigrad.collective_errors import call_on_root, raise_on_all_ranks
 from mpigrad.communicator import Communicator, resolve
-from mpigrad.earlier_run import earlier_run_error, last_save
+from mpigrad.runtime.earlier_run import earlier_run_error, last_save
 
 __all__ = ["Snapshot", "Store"]
 

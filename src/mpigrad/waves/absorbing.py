@@ -13,9 +13,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from mpigrad._shapes import Float
 from mpigrad.grid.grid import Grid
 from mpigrad.operations.v_collectives import exchange_with_neighbors
+from mpigrad.runtime.shapes import Float
 
 __all__ = [
     "Face",

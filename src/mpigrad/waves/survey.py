@@ -9,7 +9,7 @@ import warnings
 
 import numpy as np
 
-from mpigrad._shapes import Float
+from mpigrad.runtime.shapes import Float
 
 __all__ = [
     "Survey",

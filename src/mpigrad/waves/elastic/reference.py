@@ -24,8 +24,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from mpigrad._shapes import Array, Float
 from mpigrad.operations.local_programs import put, take
+from mpigrad.runtime.shapes import Array, Float
 from mpigrad.waves.absorbing import Layer, exchange_faces
 from mpigrad.waves.elastic.attenuation import Loss, relax
 from mpigrad.waves.elastic.media import (
