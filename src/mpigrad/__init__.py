@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from mpigrad import _lazy
 from mpigrad._version import __version__ as __version__
-from mpigrad.runtime.mpi_init import forbid_child_import as _forbid_child_import
+from mpigrad.runtime.world import forbid_child_import as _forbid_child_import
 from mpigrad.runtime.world import is_command as _is_command
 
 if TYPE_CHECKING:

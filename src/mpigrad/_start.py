@@ -26,8 +26,8 @@ def _end_other_ranks() -> None:
 @functools.cache
 def start() -> None:
     """Start MPI, the guard and the default communicator (collective, once)."""
-    from mpigrad.runtime.mpi_init import limit_mpi_init
     from mpigrad.runtime.processor import check_processor
+    from mpigrad.runtime.world import limit_mpi_init
 
     try:
         check_processor()

@@ -200,7 +200,7 @@ MUTATIONS = [
     Mutation("waves/absorbing.py", "(behind, place - tile.grid.shape[axis])",
              "(behind, place - tile.shape[axis])",
              1, WAVES + "test_interpolation.py::test_layers_begin_at_the_model_and_grow"),
-    Mutation("waves/interpolation.py", "(local < tile.shape[axis])", "(local <= tile.shape[axis])",
+    Mutation("waves/survey.py", "(local < tile.shape[axis])", "(local <= tile.shape[axis])",
              2, WAVES + "test_interpolation.py::test_points_of_a_smooth_field"),
     Mutation("waves/arguments.py", '"precision of the history": history.precision,',
              '"precision of the history": None,',

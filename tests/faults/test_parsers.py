@@ -21,7 +21,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from mpigrad.checkpoint import Store, manifest
-from mpigrad.launch.hostfile import read_hosts
+from mpigrad.launch.hosts import read_hosts
 from mpigrad_apps.poisson.observations import _read_and_check
 from mpigrad_apps.population import read_patients
 from mpigrad_apps.shots.model_files import read_model, read_samples, read_wavelets

@@ -11,8 +11,8 @@ import sys
 import pytest
 
 from launching import LIMIT, PROGRAMS, mpigrad, no_orphans, outside
-from mpigrad.launch import slurm
-from mpigrad.launch.hostfile import Host, place_ranks, read_hosts
+from mpigrad.launch import hosts as slurm
+from mpigrad.launch.hosts import Host, place_ranks, read_hosts
 
 pytestmark = pytest.mark.launcher
 

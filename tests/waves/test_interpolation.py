@@ -6,7 +6,7 @@ import pytest
 from mpigrad.grid import Grid
 from mpigrad.waves.absorbing import WaveTile, damping, widths_of
 from mpigrad.waves.arguments import wave_equation_limit
-from mpigrad.waves.interpolation import point_table
+from mpigrad.waves.survey import point_table
 
 
 @pytest.mark.ranks(1, 2, 3, 4)

@@ -15,8 +15,7 @@ from mpigrad.collective_errors import assert_same_on_all_ranks, raise_on_all_ran
 from mpigrad.communicator import Communicator
 from mpigrad.fem.cells import reference_cell
 from mpigrad.fem.numbering import Numbering
-from mpigrad.io.files import check_path, write_pieces
-from mpigrad.io.tiles import check_name
+from mpigrad.io.files import check_name, check_path, write_pieces
 from mpigrad.io.vtk import DataArray, index_text, write_piece
 
 __all__ = ["Grid", "vtk_order", "write_grid"]

@@ -20,8 +20,15 @@ from numpy.typing import NDArray
 from mpigrad.collective_errors import assert_same_on_all_ranks, raise_on_all_ranks
 from mpigrad.communicator import Communicator, resolve
 from mpigrad.grid import Grid
-from mpigrad.io.files import check_path, write_atomically, write_pieces
-from mpigrad.io.tiles import Slices, cells_from_all_ranks, check_fields, check_origin
+from mpigrad.io.files import (
+    Slices,
+    cells_from_all_ranks,
+    check_fields,
+    check_origin,
+    check_path,
+    write_atomically,
+    write_pieces,
+)
 
 __all__ = [
     "DataArray",

@@ -17,8 +17,14 @@ from numpy.typing import NDArray
 from mpigrad.checkpoint.manifest import name_in_errors
 from mpigrad.collective_errors import assert_same_on_all_ranks, raise_on_all_ranks
 from mpigrad.grid import Grid
-from mpigrad.io.files import check_path, try_to_remove
-from mpigrad.io.tiles import Slices, cells_from_all_ranks, check_fields, check_origin
+from mpigrad.io.files import (
+    Slices,
+    cells_from_all_ranks,
+    check_fields,
+    check_origin,
+    check_path,
+    try_to_remove,
+)
 
 __all__ = ["write_zarr"]
 

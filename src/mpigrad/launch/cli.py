@@ -19,9 +19,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
 from mpigrad._version import __version__
-from mpigrad.launch import launcher, slurm
+from mpigrad.launch import hosts as slurm
+from mpigrad.launch import launcher
 from mpigrad.launch.applications import Application, application, application_names
-from mpigrad.launch.hostfile import Host, place_ranks, read_hosts
+from mpigrad.launch.hosts import Host, place_ranks, read_hosts
 from mpigrad.runtime.world import MPIError, world_around
 
 __all__ = [

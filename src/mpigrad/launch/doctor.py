@@ -20,7 +20,7 @@ from collections.abc import Sequence
 
 from mpigrad._version import __version__
 from mpigrad.launch import launcher
-from mpigrad.launch.hostfile import Host, place_ranks
+from mpigrad.launch.hosts import Host, place_ranks
 from mpigrad.launch.mpi_installation import Launcher, Library, find_launcher, mpi_library
 from mpigrad.runtime.jax_versions import NEWEST_TESTED
 from mpigrad.runtime.mpi_library import TRIED, was_tried

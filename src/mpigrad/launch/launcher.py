@@ -18,7 +18,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from types import FrameType
 from typing import NoReturn
 
-from mpigrad.launch.hostfile import Host, place_ranks
+from mpigrad.launch.hosts import Host, place_ranks
 from mpigrad.launch.mpi_installation import (
     Launcher,
     common_environment,

@@ -41,6 +41,7 @@ from mpigrad.operations._jax_private import (
 from mpigrad.operations._jax_staging import (
     CHANGES,
     always_stage,
+    check_while_loops,
     has_messages_inside,
     is_hoisting,
     is_in_place,
@@ -51,7 +52,6 @@ from mpigrad.operations._jax_staging import (
     stage,
     wrap_call,
 )
-from mpigrad.operations._jax_while_loops import check_while_loops
 
 __all__ = [
     "HOOKS",

@@ -50,6 +50,7 @@ from mpigrad.torch.operations import (
     reduce,
     reduce_scatter,
     reduce_scatterv,
+    reduction,
     scan,
     scatter,
     scatterv,
@@ -59,7 +60,6 @@ from mpigrad.torch.operations import (
     wait_with_status,
     waitall,
 )
-from mpigrad.torch.reductions import reduction
 from mpigrad.torch.verify import dot_test, gradcheck, gradgradcheck
 
 _pass_over(_os.path.dirname(str(_torch.__file__)))

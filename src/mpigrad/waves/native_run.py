@@ -27,8 +27,8 @@ from mpigrad.runtime.call_sites import call_site
 from mpigrad.runtime.native import native_library
 from mpigrad.runtime.processor import waves_library
 from mpigrad.waves.absorbing import WaveTile
-from mpigrad.waves.interpolation import PointTable
 from mpigrad.waves.options import History
+from mpigrad.waves.survey import PointTable
 
 __all__ = [
     "AcousticSettings",

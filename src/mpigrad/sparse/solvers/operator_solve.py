@@ -21,7 +21,15 @@ from mpigrad.operations._jax_compat import Primitive, ShapedArray, ad, batching,
 from mpigrad.operations.carrier import CARRIER, carrier, opaque_zero, set_carrier, without_carriers
 from mpigrad.runtime.call_sites import call_site, describe
 from mpigrad.sparse.solvers.guesses import Guesses, first_guess, next_vectors
-from mpigrad.sparse.solvers.jax_backend import require_success, solve_system
+from mpigrad.sparse.solvers.jax_backend import (
+    largest,
+    normalizing,
+    refuse_overflow,
+    require_success,
+    scaled,
+    scaled_map,
+    solve_system,
+)
 from mpigrad.sparse.solvers.krylov import LinearSystem, noise
 from mpigrad.sparse.solvers.methods import GMRES, INFO, LinearSolver, check_hashable
 from mpigrad.sparse.solvers.nullspace import (
@@ -32,13 +40,6 @@ from mpigrad.sparse.solvers.nullspace import (
     orthonormal,
     projected,
     without_nullspace,
-)
-from mpigrad.sparse.solvers.scaling import (
-    largest,
-    normalizing,
-    refuse_overflow,
-    scaled,
-    scaled_map,
 )
 
 __all__ = [

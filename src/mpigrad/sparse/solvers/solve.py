@@ -33,7 +33,14 @@ from mpigrad.sparse.matrix.pattern import Pattern
 from mpigrad.sparse.matrix.products import transpose_values, transposed
 from mpigrad.sparse.solvers import boxmg, hypre
 from mpigrad.sparse.solvers.guesses import Guesses, first_guess, next_vectors
-from mpigrad.sparse.solvers.jax_backend import run_iterations
+from mpigrad.sparse.solvers.jax_backend import (
+    has_usual_squares,
+    largest,
+    normalizing,
+    refuse_overflow,
+    run_iterations,
+    scaled,
+)
 from mpigrad.sparse.solvers.libraries import hypre_available
 from mpigrad.sparse.solvers.methods import INFO, PCG, LinearSolver, check_diagonal, check_hashable
 from mpigrad.sparse.solvers.nullspace import (
@@ -47,13 +54,6 @@ from mpigrad.sparse.solvers.nullspace import (
 )
 from mpigrad.sparse.solvers.operator_solve import solve_operator
 from mpigrad.sparse.solvers.preconditioners import PFMG, BoxMG, Jacobi, Preconditioner
-from mpigrad.sparse.solvers.scaling import (
-    has_usual_squares,
-    largest,
-    normalizing,
-    refuse_overflow,
-    scaled,
-)
 
 __all__ = ["default_solver", "solve"]
 

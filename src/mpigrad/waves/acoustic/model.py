@@ -29,7 +29,6 @@ from mpigrad.waves.acoustic.reference import (
 )
 from mpigrad.waves.acoustic.scheme import Scheme, State, at_rest
 from mpigrad.waves.arguments import SECOND_DERIVATIVES, assert_same_run, wave_equation_limit
-from mpigrad.waves.interpolation import point_table
 from mpigrad.waves.native_run import propagate
 from mpigrad.waves.options import (
     Checkpoints,
@@ -39,7 +38,7 @@ from mpigrad.waves.options import (
     history_of,
     runs_native,
 )
-from mpigrad.waves.survey import Survey
+from mpigrad.waves.survey import Survey, point_table
 
 __all__ = ["Acoustic", "Recording"]
 

@@ -17,7 +17,7 @@ from mpigrad.runtime.shapes import Array, Float
 from mpigrad.waves.absorbing import WaveTile, exchange_faces
 from mpigrad.waves.acoustic.scheme import Scheme, State, pack, unpack
 from mpigrad.waves.arguments import SECOND_DERIVATIVES, wave_equation_limit
-from mpigrad.waves.interpolation import PointTable
+from mpigrad.waves.survey import PointTable
 
 __all__ = [
     "BETWEEN_DERIVATIVES",

@@ -14,10 +14,9 @@ import numpy as np
 from mpigrad.runtime.shapes import Array, Float, Int
 from mpigrad.waves.absorbing import WaveTile
 from mpigrad.waves.arguments import common_settings, fingerprint, wave_equation_limit
-from mpigrad.waves.interpolation import PointTable
 from mpigrad.waves.native_run import AcousticSettings, Run, RunSettings, native_axes
 from mpigrad.waves.options import History
-from mpigrad.waves.survey import Survey
+from mpigrad.waves.survey import PointTable, Survey
 
 __all__ = [
     "Scheme",

@@ -13,11 +13,10 @@ from mpigrad.waves import arguments
 from mpigrad.waves.absorbing import Layer, WaveTile
 from mpigrad.waves.arguments import common_settings, fingerprint
 from mpigrad.waves.elastic.media import CELLS, Surface, stagger_of, state_shapes, surface_of
-from mpigrad.waves.interpolation import PointTable, point_table
 from mpigrad.waves.native_run import ElasticSettings, Run, RunSettings
 from mpigrad.waves.options import History
 from mpigrad.waves.relaxation import Relaxation
-from mpigrad.waves.survey import Survey
+from mpigrad.waves.survey import PointTable, Survey, point_table
 
 __all__ = [
     "REACH",
