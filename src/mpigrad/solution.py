@@ -89,7 +89,7 @@ class Solution:
     --------
     >>> import jax.numpy as jnp
     >>> from mpigrad.sparse import PCG, Result, solve
-    >>> solution = solve(lambda v: 2 * v, jnp.ones(3), PCG(preconditioner=None))
+    >>> solution = solve(lambda v: 2 * v, jnp.ones(3), PCG())
     >>> solution.value
     Array([0.5, 0.5, 0.5], dtype=float32)
     >>> Result(int(solution.result)).name, int(solution.stats["num_steps"])

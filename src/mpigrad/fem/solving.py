@@ -22,9 +22,8 @@ from mpigrad.operations import require
 from mpigrad.operations.local_programs import as_array, jit_local
 from mpigrad.operations.norms import two_norms
 from mpigrad.solution import Solution
-from mpigrad.sparse import GMRES, PCG, BoomerAMG, Jacobi, Matrix, NullSpace, newton
+from mpigrad.sparse import BoomerAMG, Matrix, NullSpace, default_solver, newton
 from mpigrad.sparse import solve as solve_linear
-from mpigrad.sparse.solvers.libraries import hypre_available
 from mpigrad.sparse.solvers.methods import LinearSolver
 from mpigrad.sparse.solvers.nullspace import as_nullspace, orthogonal
 
@@ -399,13 +398,10 @@ def _dtypes(equation: Equation) -> list[Any]:
 
 
 def _default_solver(equation: Equation, dtype: Any, rtol: float) -> LinearSolver:
-    method = PCG if equation.symmetric else GMRES
-    if hypre_available() and dtype == np.float64:
-        space = equation.space
-        elastic = space.components == space.mesh.dim
-        amg = BoomerAMG(unknowns_per_cell=space.components, near_null=elastic)
-        return method(rtol=rtol, preconditioner=amg)
-    return method(rtol=rtol, preconditioner=Jacobi(), max_steps=10_000)
+    space = equation.space
+    elastic = space.components == space.mesh.dim
+    amg = BoomerAMG(unknowns_per_cell=space.components, near_null=elastic)
+    return default_solver(rtol, symmetric=equation.symmetric, dtype=dtype, multigrid=amg)
 
 
 def _require_regular(

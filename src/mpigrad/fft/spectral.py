@@ -248,7 +248,7 @@ class Helmholtz(Preconditioner):
     ...     lambda u: u - kappa * fft.laplacian(kappa * u, layout),
     ...     inverse=fft.Helmholtz(layout, shift=1.0),
     ... )
-    >>> solver = sparse.PCG(rtol=1e-4, preconditioner=None)
+    >>> solver = sparse.PCG(rtol=1e-4)
     >>> int(sparse.solve(A, jnp.ones((16, 8)), solver).stats["num_steps"]) < 20
     True
     """

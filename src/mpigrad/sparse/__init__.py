@@ -15,7 +15,7 @@ from mpigrad.sparse.solvers.libraries import (
     solver_seconds,
     why_no_hypre,
 )
-from mpigrad.sparse.solvers.methods import GMRES, PCG, BiCGStab, LinearSolver, Multigrid
+from mpigrad.sparse.solvers.methods import GMRES, PCG, BiCGStab, Krylov, LinearSolver, Multigrid
 from mpigrad.sparse.solvers.nullspace import NullSpace
 from mpigrad.sparse.solvers.operator_solve import Operator
 from mpigrad.sparse.solvers.preconditioners import PFMG, BoomerAMG, BoxMG, Jacobi, Preconditioner
@@ -31,6 +31,7 @@ __all__ = [
     "GhostExchange",
     "Guesses",
     "Jacobi",
+    "Krylov",
     "LinearSolver",
     "LinearSystem",
     "Matrix",

@@ -10,7 +10,7 @@ from fields import SHAPE, Field, dense, flux, pad_whole
 
 import mpigrad as mg
 from helpers import close
-from mpigrad.sparse import GMRES, PCG, BiCGStab, Operator, solve
+from mpigrad.sparse import GMRES, PCG, BiCGStab, Jacobi, Operator, solve
 
 SOLVERS = {
     "PCG": (PCG(rtol=1e-12, preconditioner=None), 0.0),
@@ -231,8 +231,9 @@ def test_faults_are_errors_on_all_ranks(comm):
 
 def test_rejects_wrong_arguments(comm):
     b = jnp.ones(3)
-    with pytest.raises(TypeError, match=r"needs a matrix, got a function. Write PCG\(precond"):
-        solve(lambda v: v, b, PCG())
+    assert jnp.allclose(solve(lambda v: 2 * v, b, PCG()).value, b / 2)  # without a preconditioner
+    with pytest.raises(TypeError, match=r"needs a matrix, got a function. Write PCG\(\), and give"):
+        solve(lambda v: v, b, PCG(preconditioner=Jacobi()))
     with pytest.raises(ValueError, match=r"result of the operator must have .* got float64\[2\]"):
         solve(lambda v: v[:2], b)
     with pytest.raises(ValueError, match="x0 must have"):

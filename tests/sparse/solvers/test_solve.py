@@ -315,8 +315,11 @@ def test_errors_name_what_is_wrong(comm):
 
 
 def test_default_solver():
-    expected = PCG(rtol=1e-5) if hypre_available() else dataclasses.replace(OWN, rtol=1e-5)
+    own = dataclasses.replace(OWN, rtol=1e-5)
+    expected = PCG(rtol=1e-5, preconditioner=BoomerAMG()) if hypre_available() else own
     assert default_solver(rtol=1e-5) == expected
+    assert default_solver(rtol=1e-5, dtype="float32") == own
+    assert type(default_solver(symmetric=False)) is GMRES
 
 
 @pytest.mark.parametrize("kind", [PCG])

@@ -27,7 +27,6 @@ from mpigrad.sparse.matrix.pattern import Pattern
 from mpigrad.sparse.nonlinear.newton_steps import INFO, Problem, iterate, require_solution, summary
 from mpigrad.sparse.nonlinear.sparse_jacobian import sparse_jacobian
 from mpigrad.sparse.solvers.krylov import noise
-from mpigrad.sparse.solvers.libraries import hypre_available
 from mpigrad.sparse.solvers.methods import GMRES, LinearSolver
 from mpigrad.sparse.solvers.nullspace import (
     as_nullspace,
@@ -37,8 +36,7 @@ from mpigrad.sparse.solvers.nullspace import (
     without_nullspace,
 )
 from mpigrad.sparse.solvers.operator_solve import implicit_primitive, linearized, operator_solve_p
-from mpigrad.sparse.solvers.preconditioners import BoomerAMG, Jacobi
-from mpigrad.sparse.solvers.solve import solve
+from mpigrad.sparse.solvers.solve import default_solver, solve
 
 __all__ = ["newton"]
 
@@ -123,7 +121,7 @@ def newton(
     >>> import mpigrad as mg
     >>> from mpigrad.sparse import GMRES, newton
     >>> F = lambda x, p: x**2 - p
-    >>> solver = GMRES(preconditioner=None)
+    >>> solver = GMRES()
     >>> def root(p):
     ...     return jnp.sum(newton(F, jnp.ones(2), solver, args=(p,), rtol=1e-5).value)
     >>> value, slope = mg.value_and_grad(root)(jnp.array([4.0, 9.0]))
@@ -176,7 +174,7 @@ def newton(
         (len(F_constants), len(J_constants)),
         pattern,
         resolve(comm) if pattern is None else pattern.comm,
-        _default_solver(pattern, flat.dtype) if solver is None else solver,
+        _chosen(solver, pattern, flat.dtype),
     )
     space, null = None, without_nullspace(flat.dtype)
     if nullspace is not None:
@@ -274,12 +272,10 @@ def _check_pattern(pattern: Pattern, x: Any) -> None:
         )
 
 
-def _default_solver(pattern: Pattern | None, dtype: Any) -> LinearSolver:
+def _chosen(solver: LinearSolver | None, pattern: Pattern | None, dtype: Any) -> LinearSolver:
     if pattern is None:
-        return GMRES(preconditioner=None)
-    if hypre_available() and dtype == np.float64:
-        return GMRES(preconditioner=BoomerAMG())
-    return GMRES(preconditioner=Jacobi(), max_steps=10_000)
+        return (solver or GMRES()).for_function
+    return (solver or default_solver(symmetric=False, dtype=dtype)).for_matrix
 
 
 # ---- F and its Jacobian as jaxprs ----

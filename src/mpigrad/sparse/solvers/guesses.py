@@ -47,7 +47,7 @@ class Guesses:
     >>> import jax.numpy as jnp
     >>> from mpigrad.sparse import GMRES, Guesses, solve
     >>> A = lambda v: jnp.array([2 * v[0] + v[1], 2 * v[1]])
-    >>> b, solver = jnp.array([3.0, 2.0]), GMRES(rtol=1e-4, preconditioner=None)
+    >>> b, solver = jnp.array([3.0, 2.0]), GMRES(rtol=1e-4)
     >>> first = solve(A, b, solver, x0=Guesses.empty(b, keep=2))
     >>> second = solve(A, 2 * b, solver, x0=first.state)
     >>> int(first.stats["num_steps"]), int(second.stats["num_steps"])
@@ -202,7 +202,7 @@ def pass_guesses(loss: Any, after: Any, adjoint: Any) -> Any:
     >>> import jax.numpy as jnp
     >>> import mpigrad as mg
     >>> from mpigrad.sparse import GMRES, Guesses, pass_guesses, solve
-    >>> solver = GMRES(rtol=1e-4, preconditioner=None)
+    >>> solver = GMRES(rtol=1e-4)
     >>> def loss(k, guesses, adjoint):
     ...     solution = solve(lambda v: k * v, jnp.ones(2), solver, x0=guesses)
     ...     value = jnp.sum(solution.value**2)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import abc
 import dataclasses
-from typing import Any, ClassVar, final
+from typing import Any, ClassVar, Literal, final
 
 import jax
 
@@ -124,7 +124,17 @@ class LinearSolver(abc.ABC):
     @property
     def by_hypre(self) -> bool:
         """True if hypre solves, since the preconditioner is one of hypre's."""
-        return self.preconditioner is not None and self.preconditioner.by_hypre
+        return isinstance(self.preconditioner, Preconditioner) and self.preconditioner.by_hypre
+
+    @property
+    def for_function(self) -> LinearSolver:
+        """The same method for a function in place of a matrix."""
+        return self
+
+    @property
+    def for_matrix(self) -> LinearSolver:
+        """The same method for a matrix."""
+        return self
 
     def check(self, pattern: Pattern, dtype: Any) -> None:  # noqa: B027 (a hook, not abstract)
         """Raise an error if the method cannot solve such a system. The default accepts all.
@@ -221,19 +231,31 @@ class Krylov(LinearSolver):
         by mpigrad itself, and faster than PFMG. `Jacobi()`, by mpigrad itself: it takes any
         floating-point type and needs no library, but the number of iterations grows with the number
         of rows along a side of the grid. A `Preconditioner` of your own. None: no preconditioner.
+        "auto": `BoomerAMG()` for a matrix, and none for a function in place of a matrix.
+
+    Examples
+    --------
+    >>> import jax.numpy as jnp
+    >>> from mpigrad.sparse import GMRES, PCG, Krylov, solve
+    >>> all(issubclass(method, Krylov) for method in (PCG, GMRES))
+    True
+    >>> print(solve(lambda v: 4 * v, jnp.ones(2), PCG(rtol=1e-6)).value)
+    [0.25 0.25]
     """
 
     rtol: float = 1e-8
     max_steps: int = 500
-    preconditioner: Preconditioner | None = BoomerAMG()  # noqa: RUF009 (frozen)
+    preconditioner: Preconditioner | Literal["auto"] | None = "auto"  # pyright: ignore
 
     def __post_init__(self) -> None:
         name, preconditioner = type(self).__name__, self.preconditioner
         check_steps(name, self.rtol, self.max_steps)
+        if preconditioner == "auto":
+            return
         if not isinstance(preconditioner, Preconditioner | None):
             raise TypeError(
                 f"{name}: the preconditioner must be BoomerAMG(...), PFMG(...), BoxMG(...), "
-                "Jacobi(), a Preconditioner of your own or None, got "
+                'Jacobi(), a Preconditioner of your own, "auto" or None, got '
                 f"{preconditioner!r}. Choose one of them."
             )
         if self.symmetric and preconditioner is not None and not preconditioner.symmetric:
@@ -243,8 +265,21 @@ class Krylov(LinearSolver):
             )
 
     @property
+    def for_function(self) -> Krylov:
+        return self._with(None)
+
+    @property
+    def for_matrix(self) -> Krylov:
+        return self._with(BoomerAMG())
+
+    def _with(self, meaning: Preconditioner | None) -> Krylov:
+        """Return the method with what "auto" means."""
+        auto = self.preconditioner == "auto"
+        return dataclasses.replace(self, preconditioner=meaning) if auto else self
+
+    @property
     def transposed(self) -> Krylov:
-        if self.preconditioner is None:
+        if not isinstance(self.preconditioner, Preconditioner):
             return self
         return dataclasses.replace(self, preconditioner=self.preconditioner.transposed)
 
@@ -300,7 +335,7 @@ class GMRES(Krylov):
     >>> import jax.numpy as jnp
     >>> from mpigrad.sparse import GMRES, solve
     >>> A = lambda v: jnp.array([2 * v[0] + v[1], 2 * v[1]])  # not symmetric
-    >>> x = solve(A, jnp.array([3.0, 2.0]), GMRES(rtol=1e-6, preconditioner=None)).value
+    >>> x = solve(A, jnp.array([3.0, 2.0]), GMRES(rtol=1e-6)).value
     >>> bool(jnp.allclose(x, 1, atol=1e-5))
     True
     """
@@ -337,7 +372,7 @@ class BiCGStab(Krylov):
     >>> import jax.numpy as jnp
     >>> from mpigrad.sparse import BiCGStab, solve
     >>> A = lambda v: jnp.array([2 * v[0] + v[1], 2 * v[1]])  # not symmetric
-    >>> x = solve(A, jnp.array([3.0, 2.0]), BiCGStab(rtol=1e-6, preconditioner=None)).value
+    >>> x = solve(A, jnp.array([3.0, 2.0]), BiCGStab(rtol=1e-6)).value
     >>> bool(jnp.allclose(x, 1, atol=1e-5))
     True
     """

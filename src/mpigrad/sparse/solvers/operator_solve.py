@@ -150,7 +150,7 @@ class Operator:
     >>> from mpigrad.sparse import PCG, Operator, solve
     >>> diagonal = jnp.array([2.0, 4.0])
     >>> A = Operator(lambda v: diagonal * v, inverse=lambda r: r / diagonal)
-    >>> solution = solve(A, jnp.ones(2), PCG(preconditioner=None))
+    >>> solution = solve(A, jnp.ones(2), PCG())
     >>> solution.value, int(solution.stats["num_steps"])
     (Array([0.5 , 0.25], dtype=float32), 1)
     """
@@ -176,8 +176,8 @@ def solve_operator(
     """Solve A x = b for a function A: x like b, the info of shape (INFO,), and the next guesses."""
     operator = A if isinstance(A, Operator) else Operator(A)
     comm = resolve(operator.comm)
-    solver = GMRES(preconditioner=None) if solver is None else solver
-    _check(solver)
+    solver = GMRES() if solver is None else solver
+    solver = _checked(solver)
     flat, unravel = _ravel(b, "b")
     if isinstance(x0, Guesses):
         x0.check(b, flat.dtype)
@@ -241,20 +241,23 @@ def solve_operator(
     return unravel(x), info, state
 
 
-def _check(solver: Any) -> None:
+def _checked(solver: Any) -> LinearSolver:
+    """Return the solver for a function, or raise an error."""
     if not isinstance(solver, LinearSolver) or solver.needs_matrix:
         raise TypeError(
             "solve: with a function in place of a matrix, expected PCG, GMRES, BiCGStab or a "
-            f"LinearSolver of your own, got {solver!r}. Choose GMRES(preconditioner=None)."
+            f"LinearSolver of your own, got {solver!r}. Choose GMRES()."
         )
+    solver = solver.for_function
     if solver.preconditioner is not None:
         name = type(solver).__name__
         raise TypeError(
             f"solve: {solver.preconditioner!r} needs a matrix, got a function. Write "
-            f"{name}(preconditioner=None), and give the preconditioner as a function: "
+            f"{name}(), and give the preconditioner as a function: "
             "Operator(f, inverse=lambda r: r / diagonal)."
         )
     check_hashable(solver)
+    return solver
 
 
 def _ravel(tree: Any, what: str) -> tuple[jax.Array, Callable[[Any], Any]]:

@@ -34,8 +34,8 @@ def sealed(cls: _Class) -> _Class:
 
     def refuse(subclass: type, **_: Any) -> NoReturn:
         raise TypeError(
-            f"{subclass.__name__}: {cls.__name__} is final, since hypre does its work, and cannot "
-            "be subclassed. Subclass Preconditioner or LinearSolver."
+            f"{subclass.__name__}: {cls.__name__} is final, since native code does its work, and "
+            "cannot be subclassed. Subclass Preconditioner or LinearSolver."
         )
 
     cls.__init_subclass__ = classmethod(refuse)  # type: ignore[assignment]

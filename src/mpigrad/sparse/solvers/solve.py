@@ -42,7 +42,14 @@ from mpigrad.sparse.solvers.jax_backend import (
     scaled,
 )
 from mpigrad.sparse.solvers.libraries import hypre_available
-from mpigrad.sparse.solvers.methods import INFO, PCG, LinearSolver, check_diagonal, check_hashable
+from mpigrad.sparse.solvers.methods import (
+    GMRES,
+    INFO,
+    PCG,
+    LinearSolver,
+    check_diagonal,
+    check_hashable,
+)
 from mpigrad.sparse.solvers.nullspace import (
     as_nullspace,
     check_nullspace,
@@ -53,17 +60,24 @@ from mpigrad.sparse.solvers.nullspace import (
     without_nullspace,
 )
 from mpigrad.sparse.solvers.operator_solve import solve_operator
-from mpigrad.sparse.solvers.preconditioners import PFMG, BoxMG, Jacobi, Preconditioner
+from mpigrad.sparse.solvers.preconditioners import PFMG, BoomerAMG, BoxMG, Jacobi, Preconditioner
 
 __all__ = ["default_solver", "solve"]
 
 
-def default_solver(rtol: float = 1e-8, pattern: Pattern | None = None) -> LinearSolver:
-    """Return `PCG` with multigrid, or with Jacobi's preconditioner if none can be used.
+def default_solver(
+    rtol: float = 1e-8,
+    pattern: Pattern | None = None,
+    *,
+    symmetric: bool = True,
+    dtype: Any = np.float64,
+    multigrid: BoomerAMG = BoomerAMG(),  # noqa: B008 (frozen)
+) -> LinearSolver:
+    """Return the method that is used if none is given: by multigrid, or else by Jacobi.
 
-    For patterns of grid stencils it is `BoxMG` on one or two axes, and `PFMG` on three. Other
-    patterns get `BoomerAMG`. Without hypre, grid stencils on three axes get `BoxMG`, and other
-    patterns get Jacobi's preconditioner.
+    Symmetric systems with the pattern of a grid stencil get `BoxMG` on one or two axes and `PFMG`
+    on three, or `BoxMG` without hypre. Others get `BoomerAMG`. Without hypre, and in other dtypes
+    than float64, it is Jacobi's preconditioner.
 
     Parameters
     ----------
@@ -71,6 +85,12 @@ def default_solver(rtol: float = 1e-8, pattern: Pattern | None = None) -> Linear
         The tolerance: |b - A x| <= rtol |b|.
     pattern
         The matrix's pattern, if it is known.
+    symmetric
+        True: `PCG`, for symmetric positive definite matrices. False: `GMRES`.
+    dtype
+        The dtype of the matrix.
+    multigrid
+        What is used where no grid stencil is known.
 
     Examples
     --------
@@ -78,14 +98,15 @@ def default_solver(rtol: float = 1e-8, pattern: Pattern | None = None) -> Linear
     >>> default_solver(rtol=1e-6).rtol
     1e-06
     """
-    if pattern is not None and pattern.stencil is not None and not boxmg.why_not(pattern):
+    stencil = None if pattern is None or boxmg.why_not(pattern) else pattern.stencil
+    if dtype == np.float64 and symmetric and stencil is not None:
         # PFMG is the default on grids with three axes (docs/decisions/0078).
-        if pattern.stencil.grid.ndim < 3 or not hypre_available():
-            return PCG(rtol=rtol, preconditioner=BoxMG())
-        return PCG(rtol=rtol, preconditioner=PFMG())
-    if hypre_available():
-        return PCG(rtol=rtol)
-    return PCG(rtol=rtol, max_steps=10_000, preconditioner=Jacobi())
+        by_hypre = stencil.grid.ndim == 3 and hypre_available()
+        return PCG(rtol=rtol, preconditioner=PFMG() if by_hypre else BoxMG())
+    method = PCG if symmetric else GMRES
+    if dtype == np.float64 and hypre_available():
+        return method(rtol=rtol, preconditioner=multigrid)
+    return method(rtol=rtol, max_steps=10_000, preconditioner=Jacobi())
 
 
 def solve(
@@ -118,8 +139,8 @@ def solve(
         shapes, all of it one right-hand side.
     solver
         `PCG(...)`, `GMRES(...)`, `BiCGStab(...)`, `Multigrid(...)` or a `LinearSolver` of your own.
-        Default: `default_solver(pattern=A.pattern)`. With a function in place of a matrix it must
-        have `preconditioner=None`, and the default is GMRES.
+        Default: `default_solver(pattern=A.pattern, dtype=A.values.dtype)`. With a function in place
+        of a matrix the default is `GMRES()`, and a preconditioner is part of the `Operator`.
     x0
         The first guess, in the shape of b. Default: zeros. No derivative is taken with respect to
         it: the solution does not depend on it. Or `Guesses`: the solutions of earlier solves, from
@@ -174,11 +195,10 @@ def solve(
     plain = x0 is not None and guesses is None
     x0 = jax.lax.stop_gradient(as_array(x0)) if plain else None
     if solver is None and isinstance(A, Matrix):
-        solver = default_solver(pattern=A.pattern)
-        if not hypre_available() and A.values.dtype != jnp.float64:  # multigrid is for float64
-            solver = PCG(rtol=solver.rtol, max_steps=10_000, preconditioner=Jacobi())
+        solver = default_solver(pattern=A.pattern, dtype=A.values.dtype)
     _check(A, b, x0 if plain else b, solver)
     assert solver is not None
+    solver = solver.for_matrix
     pattern = A.pattern
     dtype = jnp.promote_types(A.values.dtype, b.dtype)
     _check_solver(solver, pattern, dtype)
