@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import importlib
 import pathlib
+import re
 
 import pytest
 
@@ -128,3 +129,10 @@ def test_the_house_does_not_grow() -> None:
     """What a reader has to look through: files, and modules at the top."""
     assert len([m for m in modules() if m.startswith("mpigrad.")]) <= 202
     assert len(list((SOURCES / "mpigrad").glob("*.py"))) <= 10
+
+
+def test_the_code_in_a_day_is_twenty_files() -> None:
+    page = SOURCES.parent / "docs" / "code.md"
+    found = re.findall(r"^\| \d+ \| \[[^]]*\]\(([^)]*)\)", page.read_text(), re.M)
+    lines = [len((page.parent / file).read_text().splitlines()) for file in found]
+    assert len(found) == 20 and sum(lines) < 9000
