@@ -141,6 +141,16 @@ def test_compressed_sums_are_equal_on_all_ranks_and_nearly_right(comm, dtype):
 
 
 @pytest.mark.ranks(1)
+@pytest.mark.parametrize("unit", [1e-30, 1e25])
+def test_squares_that_float32_cannot_hold(unit):
+    """A gradient that is not small must not count as zero, nor one that is finite as infinite."""
+    pieces = [np.full(100, unit, "float32") for _ in range(2)]
+    nonfinite = []
+    square = combine(pieces, 1.0, np.empty(100, "float32"), nonfinite=nonfinite)
+    assert square == pytest.approx(100 * (2 * unit) ** 2, rel=1e-6) and not nonfinite
+
+
+@pytest.mark.ranks(1)
 def test_combine_adds_in_order_whatever_the_target():
     rng = np.random.default_rng(0)
     pieces = [rng.standard_normal(100_000).astype(np.float32) for _ in range(3)]

@@ -110,6 +110,7 @@ def _mapped(file: int, size: int) -> NDArray[Any]:
 
 
 _CHUNK = 1 << 15  # numbers that are added, scaled, squared and copied together, within the cache
+_USUAL = 1e-30  # sums of squares between this and its inverse lose nothing in float32
 
 
 def _arithmetic(dtype: np.dtype[Any]) -> np.dtype[Any]:
@@ -152,7 +153,7 @@ def combine(
     -------
     float
         The sum of squares. It is not finite if `out` has a non-finite number, or if a square
-        overflows.
+        overflows in float64.
     """
     dtype = _arithmetic(out.dtype)
     factor = dtype.type(scale)
@@ -176,6 +177,9 @@ def combine(
             if out.dtype != dtype:
                 sums[:] = sums.astype(out.dtype)  # numbers out of range become infinite
             square = float(np.dot(sums, sums))
+            if not _USUAL < square < 1 / _USUAL and dtype == np.float32:  # squares are lost
+                exact = sums.astype(np.float64)
+                square = float(np.dot(exact, exact))
             if not math.isfinite(square) and nonfinite is not None:
                 _look([piece[here] for piece in pieces], sums, start, nonfinite)
             total += square

@@ -92,7 +92,7 @@ def test_fewer_iterations_forward_and_adjoint(comm, monkeypatch):
     from mpigrad.sparse.solvers import solve as module
 
     counts, forward = {3: [], 0: []}, {}
-    system, run = grid_system(comm), module.run_iterations
+    system, run = grid_system(comm), module.jax_backend.run
     for keep, steps in counts.items():
 
         def counting(*args, steps=steps, **how):
@@ -101,7 +101,7 @@ def test_fewer_iterations_forward_and_adjoint(comm, monkeypatch):
                 jax.debug.callback(lambda n: steps.append(int(n)), info[0, 1])
             return x, info
 
-        monkeypatch.setattr(module, "run_iterations", counting)
+        monkeypatch.setattr(module.jax_backend, "run", counting)
         f = stepping(system, PCG(rtol=1e-6, preconditioner=Jacobi()), keep, 0.0)
         _, forward[keep] = mg.jit(mg.grad(f, has_aux=True))(system.values, system.b)
         jax.block_until_ready(forward)

@@ -11,7 +11,7 @@ from systems import grid_system
 import mpigrad as mg
 from helpers import close
 from mpigrad.sparse import GMRES, PCG, BiCGStab, Jacobi, Matrix, Pattern, Result, solve
-from mpigrad.sparse.solvers.jax_backend import run_iterations as run_krylov
+from mpigrad.sparse.solvers.jax_backend import run as run_krylov
 
 J = Jacobi()
 METHODS = [

@@ -351,7 +351,7 @@ def test_a_huge_diagonal_hides_no_asymmetry(comm, preconditioner):
 @pytest.mark.ranks(2, 3)
 @pytest.mark.parametrize("preconditioner", [BoomerAMG(), BoxMG()], ids=["hypre", "boxmg"])
 def test_ranks_that_ask_for_different_solves(comm, preconditioner):
-    if preconditioner.by_hypre and not hypre_available():
+    if preconditioner.backend == "hypre" and not hypre_available():
         pytest.skip("no hypre")
     grid, name = mg.Grid((8, 6), (1.0, 1.0), comm), re.escape(repr(preconditioner))
     pattern = Pattern.from_stencil(grid, [(0, 0), (-1, 0), (1, 0), (0, -1), (0, 1)])

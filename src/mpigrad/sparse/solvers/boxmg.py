@@ -57,10 +57,12 @@ def run(
     x0: jax.Array,
     values_id: jax.Array,
     *,
+    singular: bool,
     throw: bool,
     site: int,
 ) -> tuple[jax.Array, jax.Array]:
-    """Solve for each right-hand side in turn, with the arguments of `hypre.run`."""
+    """Solve for each right-hand side in turn, with the arguments of `jax_backend.run`."""
+    del singular
     preconditioner = solver.preconditioner
     assert isinstance(preconditioner, BoxMG)
     x, info = _solve_primitive().bind(

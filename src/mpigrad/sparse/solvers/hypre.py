@@ -198,7 +198,7 @@ def run(
     throw: bool,
     site: int,
 ) -> tuple[jax.Array, jax.Array]:
-    """Solve for each right-hand side in turn, with the shapes of `krylov.matrices.run`.
+    """Solve for each right-hand side in turn, with the shapes of `jax_backend.run`.
 
     Parameters
     ----------

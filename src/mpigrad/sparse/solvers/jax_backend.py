@@ -21,12 +21,13 @@ from mpigrad.sparse.solvers.krylov import RUNNING, LinearSystem, Outcome
 from mpigrad.sparse.solvers.methods import LinearSolver
 
 __all__ = [
+    "check",
     "has_usual_squares",
     "largest",
     "normalizing",
     "refuse_overflow",
     "require_success",
-    "run_iterations",
+    "run",
     "scaled",
     "scaled_map",
     "solve_system",
@@ -292,13 +293,25 @@ def _checked(solver: LinearSolver, system: LinearSystem, end: Any) -> tuple[jax.
 # ---- Solves with matrices by iterations written in JAX ----
 
 
-def run_iterations(
+def check(solver: LinearSolver, pattern: Pattern, dtype: Any) -> None:
+    """Raise an error, the same on every rank, if the iterations cannot solve such a system."""
+    del pattern
+    if solver.needs_positive_definite and not jnp.issubdtype(dtype, jnp.floating):
+        raise TypeError(
+            f"{type(solver).__name__}: it solves real systems, got {np.dtype(dtype).name}. Take "
+            "GMRES or BiCGStab, which solve complex systems."
+        )
+
+
+def run(
     solver: LinearSolver,
     pattern: Pattern,
     values: jax.Array,
     b: jax.Array,
     x0: jax.Array,
+    values_id: jax.Array | None = None,
     *,
+    singular: bool = False,
     throw: bool,
     site: int,
 ) -> tuple[jax.Array, jax.Array]:
@@ -312,11 +325,14 @@ def run_iterations(
         Shape (B, n_local).
     x0
         The first guesses, shape (B, n_local), or (B, 0) for zeros.
+    values_id, singular
+        Not used: see `hypre.run`.
 
     Returns
     -------
     x of shape (B, n_local), and the info of shape (B, INFO).
     """
+    del values_id, singular
     n = b.shape[0]
     if x0.shape != b.shape:
         x0 = jnp.zeros_like(b)

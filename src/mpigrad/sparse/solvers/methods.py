@@ -122,9 +122,10 @@ class LinearSolver(abc.ABC):
         return self
 
     @property
-    def by_hypre(self) -> bool:
-        """True if hypre solves, since the preconditioner is one of hypre's."""
-        return isinstance(self.preconditioner, Preconditioner) and self.preconditioner.by_hypre
+    def backend(self) -> Literal["jax", "hypre", "boxmg"]:
+        """Who runs the method: that of the preconditioner."""
+        given = self.preconditioner
+        return given.backend if isinstance(given, Preconditioner) else "jax"
 
     @property
     def for_function(self) -> LinearSolver:
@@ -421,7 +422,7 @@ class Multigrid(LinearSolver):
     def __post_init__(self) -> None:
         object.__setattr__(self, "preconditioner", self.cycle)
         check_steps("Multigrid", self.rtol, self.max_steps)
-        if not isinstance(self.cycle, Preconditioner) or not self.cycle.by_hypre:
+        if not isinstance(self.cycle, Preconditioner) or self.cycle.backend != "hypre":
             raise TypeError(
                 f"Multigrid: the cycle must be BoomerAMG(...) or PFMG(...), got {self.cycle!r}. "
                 "Choose one of them."

@@ -52,8 +52,9 @@ class Preconditioner(abc.ABC):
 
     Attributes
     ----------
-    by_hypre
-        True for hypre's preconditioners, which work in hypre's methods only.
+    backend
+        Who runs the method with this preconditioner: "jax", which calls `LinearSolver.iterate`, or
+        the native libraries "hypre" and "boxmg". Yours: "jax".
     needs_diagonal
         True if every row of the pattern must have a diagonal entry.
     symmetric
@@ -77,7 +78,7 @@ class Preconditioner(abc.ABC):
     True
     """
 
-    by_hypre: ClassVar[bool] = False
+    backend: ClassVar[Literal["jax", "hypre", "boxmg"]] = "jax"
     needs_diagonal: ClassVar[bool] = False
 
     @property
@@ -131,7 +132,7 @@ class Jacobi(Preconditioner):
 class _HyprePreconditioner(Preconditioner):
     """A preconditioner of hypre's."""
 
-    by_hypre: ClassVar[bool] = True
+    backend: ClassVar[Literal["jax", "hypre", "boxmg"]] = "hypre"
     needs_diagonal: ClassVar[bool] = True
 
     def inverse(self, A: Matrix) -> Callable[[jax.Array], jax.Array]:
@@ -343,6 +344,7 @@ class BoxMG(Preconditioner):
     True
     """
 
+    backend: ClassVar[Literal["jax", "hypre", "boxmg"]] = "boxmg"
     needs_diagonal: ClassVar[bool] = True
     reuse: Literal["equal", "stale"] = "equal"
 

@@ -31,14 +31,13 @@ from mpigrad.solution import Solution
 from mpigrad.sparse.matrix.matrix import Matrix, apply
 from mpigrad.sparse.matrix.pattern import Pattern
 from mpigrad.sparse.matrix.products import transpose_values, transposed
-from mpigrad.sparse.solvers import boxmg, hypre
+from mpigrad.sparse.solvers import boxmg, hypre, jax_backend
 from mpigrad.sparse.solvers.guesses import Guesses, first_guess, next_vectors
 from mpigrad.sparse.solvers.jax_backend import (
     has_usual_squares,
     largest,
     normalizing,
     refuse_overflow,
-    run_iterations,
     scaled,
 )
 from mpigrad.sparse.solvers.libraries import hypre_available
@@ -63,6 +62,10 @@ from mpigrad.sparse.solvers.operator_solve import solve_operator
 from mpigrad.sparse.solvers.preconditioners import PFMG, BoomerAMG, BoxMG, Jacobi, Preconditioner
 
 __all__ = ["default_solver", "solve"]
+
+
+# Each has `check(solver, pattern, dtype)`, and `run`, which jax_backend.py describes.
+_BACKENDS: dict[str, Any] = {"jax": jax_backend, "hypre": hypre, "boxmg": boxmg}
 
 
 def default_solver(
@@ -329,20 +332,12 @@ def _check_solver(solver: LinearSolver, pattern: Pattern, dtype: Any) -> None:
     preconditioner = solver.preconditioner
     if preconditioner is not None and preconditioner.needs_diagonal:
         check_diagonal(pattern, type(preconditioner).__name__)
-    if solver.by_hypre:
-        hypre.check(solver, pattern, dtype)
-    elif isinstance(preconditioner, BoxMG):
-        boxmg.check(solver, pattern, dtype)
-    elif solver.needs_positive_definite and not jnp.issubdtype(dtype, jnp.floating):
-        raise TypeError(
-            f"{type(solver).__name__}: it solves real systems, got {np.dtype(dtype).name}. Take "
-            "GMRES or BiCGStab, which solve complex systems."
-        )
+    _BACKENDS[solver.backend].check(solver, pattern, dtype)
     solver.check(pattern, dtype)
 
 
 # ---- the primitive: (values (1 or B, nnz), b, x0, values_id, null, carrier) -> x, info, vectors,
-# with the shapes of run_iterations. x0 may also be the vectors of guesses, shape (B, 2 k,
+# with the shapes of run. x0 may also be the vectors of guesses, shape (B, 2 k,
 # n_local). Then `vectors` are those for the next solve. Otherwise k = 0. `null` has orthonormal
 # null vectors, shape (1 or B, 1 or 2, k, n_local): right ones, and left ones if they differ ----
 
@@ -377,17 +372,14 @@ def _run(
     vectors = x0 if guessed else jnp.zeros((b.shape[0], 0, b.shape[1]), b.dtype)
     comm, head = pattern.comm, f"solve, {describe(how['site'])}: "
     singular = null.shape[2] > 0
-    by_library = solver.by_hypre or isinstance(solver.preconditioner, BoxMG)
+    by_library = solver.backend != "jax"
 
     def method(values: Any, b: Any, x0: Any) -> tuple[Any, Any]:
         if guessed:
             sums = functools.partial(allreduce, comm=comm)
             x0 = jnp.stack([first_guess(sums, *each) for each in zip(x0, b, strict=True)])
-        if isinstance(solver.preconditioner, BoxMG):
-            return boxmg.run(solver, pattern, values, b, x0, values_id, **how)
-        if solver.by_hypre:
-            return hypre.run(solver, pattern, values, b, x0, values_id, singular=singular, **how)
-        return run_iterations(solver, pattern, values, b, x0, **how)
+        run = _BACKENDS[solver.backend].run
+        return run(solver, pattern, values, b, x0, values_id, singular=singular, **how)
 
     def scaled_method() -> tuple[Any, Any]:
         # A method of the user may have parameters that fit the matrix. Libraries have no squares of
