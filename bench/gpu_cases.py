@@ -273,7 +273,7 @@ def fft(size: Any, method: str) -> Iterator[Case]:
     from mpigrad import fft
 
     grid = slabs(size, 3, 2 * math.pi / size, periodic=True)
-    wavenumbers = [np.asarray(k, np.float32) for k in fft.Layout.of(grid, real=True).wavenumbers()]
+    wavenumbers = [np.asarray(k, np.float32) for k in fft.Layout(grid, real=True).wavenumbers()]
     cells = size**3
     per_transform = 3 * 2 * FLOAT32  # reads and writes along each axis
 

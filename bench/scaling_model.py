@@ -30,8 +30,7 @@ import math
 import pathlib
 from collections.abc import Mapping
 
-from mpigrad.fft.layout import Division
-from mpigrad.fft.layout import Exchange, Transform, make_plan
+from mpigrad.fft.layout import Division, Exchange, Transform, make_plan
 
 __all__ = [
     "INTERCONNECTS",

@@ -77,7 +77,7 @@ def loops(cells: int, dtype: str) -> dict[str, Callable[[], Any]]:
     grid = mg.Grid(shape, (2 * np.pi / cells,) * 3, dims=(size, 1, 1), periodic=True)
     whole = np.random.default_rng(0).normal(size=shape).astype(dtype)
     u = jnp.asarray(whole[grid.slices])
-    k2 = sum(k**2 for k in fft.Layout.of(grid, real=True).wavenumbers())
+    k2 = sum(k**2 for k in fft.Layout(grid, real=True).wavenumbers())
     damping = jnp.asarray(np.exp(-1e-4 * k2), dtype)
 
     def both(u: Any, damping: Any) -> Any:

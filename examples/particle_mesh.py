@@ -54,7 +54,7 @@ def interpolate(field, x, grid):
 def step(state, _, grid):
     """Kick and drift, and send particles to the ranks of their new cells."""
     x, v, mass, alive = state
-    layout = fft.Layout.of(grid, real=True)
+    layout = fft.Layout(grid, real=True)
     density = spread(x, mass, grid)
     potential = -fft.solve_helmholtz(density, layout)
     force = -jnp.stack(fft.gradient(potential, layout), axis=-1)

@@ -27,7 +27,7 @@ class Flow:
     def __init__(self, n, reynolds, dt, comm=None):
         self.dt = dt
         self.grid = mg.Grid((n, n, n), (2 * np.pi / n,) * 3, comm, periodic=True)
-        self.layout = fft.Layout.of(self.grid, real=True)
+        self.layout = fft.Layout(self.grid, real=True)
         self.k = self.layout.wavenumbers()
         self.k2 = sum(component**2 for component in self.k)
         self.decay = np.exp(-self.k2 * dt / reynolds)[..., None]  # viscosity, exactly

@@ -281,7 +281,7 @@ class Layout:
     along other axes than the grid, because a transform needs each of its axes whole in turn.
 
     Making a layout is collective: all ranks of the grid make it, with the same arguments. Layouts
-    of equal arguments are equal, and `of` makes each only once.
+    of equal arguments are equal, and their plan is made only once.
 
     Parameters
     ----------
@@ -332,25 +332,10 @@ class Layout:
         axes: Sequence[int] | None = None,
         kinds: str | Sequence[str] = "fft",
     ) -> None:
-        self.grid = grid
-        self.axes = _checked_axes(grid, axes)
-        self.kinds = _checked_kinds(self.axes, kinds, real)
-        settings = bool(real), self.axes, self.kinds
-        assert_same_on_all_ranks(grid.comm, settings, "fft.Layout: real, axes and kinds")
-        self.plan = make_plan(Division.of_tiles(grid), self.axes, self.kinds)
-        for step in self.plan.exchanges:
-            step.division.communicator(grid.comm, step.gather)
-
-    @staticmethod
-    def of(
-        grid: Grid,
-        real: bool = False,
-        axes: Sequence[int] | None = None,
-        kinds: str | Sequence[str] = "fft",
-    ) -> Layout:
-        """Return the layout of these arguments, made once."""
         axes = None if axes is None else tuple(axes)
-        return _layout(grid, real, axes, kinds if isinstance(kinds, str) else tuple(kinds))
+        kinds = kinds if isinstance(kinds, str) else tuple(kinds)
+        self.grid = grid
+        self.axes, self.kinds, self.plan = _planned(grid, bool(real), axes, kinds)
 
     @property
     def real(self) -> bool:
@@ -420,8 +405,18 @@ class Layout:
 
 
 @functools.cache
-def _layout(grid: Grid, real: bool, axes: Any, kinds: Any) -> Layout:
-    return Layout(grid, real, axes, kinds)
+def _planned(
+    grid: Grid, real: bool, axes: Any, kinds: Any
+) -> tuple[tuple[int, ...], tuple[Kind, ...], Plan]:
+    """Return the checked axes and kinds, and the plan. The first call is collective."""
+    axes = _checked_axes(grid, axes)
+    kinds = _checked_kinds(axes, kinds, real)
+    settings = bool(real), axes, kinds
+    assert_same_on_all_ranks(grid.comm, settings, "fft.Layout: real, axes and kinds")
+    plan = make_plan(Division.of_tiles(grid), axes, kinds)
+    for step in plan.exchanges:
+        step.division.communicator(grid.comm, step.gather)
+    return axes, kinds, plan
 
 
 def _modes(n: int, kind: Kind) -> NDArray[np.int64]:

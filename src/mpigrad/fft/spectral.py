@@ -61,7 +61,7 @@ def gradient(u: Any, layout: Layout) -> tuple[Any, ...]:
     >>> from mpigrad.grid import Grid
     >>> grid = Grid((16,), spacing=(2 * jnp.pi / 16,), periodic=True)
     >>> (x,) = grid.centers()
-    >>> (du,) = fft.gradient(jnp.sin(x), fft.Layout.of(grid, real=True))
+    >>> (du,) = fft.gradient(jnp.sin(x), fft.Layout(grid, real=True))
     >>> bool(jnp.allclose(du, jnp.cos(x), atol=1e-5))
     True
     """
@@ -132,7 +132,7 @@ def solve_helmholtz(f: Any, layout: Layout, shift: Any = 0.0, *, stencil: bool =
     >>> from mpigrad.grid import Grid
     >>> grid = Grid((16,), spacing=(2 * jnp.pi / 16,), periodic=True)
     >>> (x,) = grid.centers()
-    >>> u = fft.solve_helmholtz(4 * jnp.sin(2 * x), fft.Layout.of(grid, real=True))
+    >>> u = fft.solve_helmholtz(4 * jnp.sin(2 * x), fft.Layout(grid, real=True))
     >>> bool(jnp.allclose(u, jnp.sin(2 * x), atol=1e-5))
     True
     """
@@ -242,7 +242,7 @@ class Helmholtz(Preconditioner):
     >>> from mpigrad import fft, sparse
     >>> from mpigrad.grid import Grid
     >>> grid = Grid((16, 8), spacing=(1.0, 1.0), periodic=True)
-    >>> layout = fft.Layout.of(grid, real=True)
+    >>> layout = fft.Layout(grid, real=True)
     >>> kappa = 1 + 0.1 * jnp.sin(grid.centers()[0])
     >>> A = sparse.Operator(
     ...     lambda u: u - kappa * fft.laplacian(kappa * u, layout),
@@ -262,7 +262,7 @@ class Helmholtz(Preconditioner):
         if not isinstance(self.layout, Layout):
             raise TypeError(
                 f"fft.Helmholtz: layout must be a fft.Layout, got {type(self.layout).__name__}. "
-                "Make one with fft.Layout.of(grid, real=True)."
+                "Make one with fft.Layout(grid, real=True)."
             )
         comm = self.layout.grid.comm
         with raise_on_all_ranks(comm):
@@ -350,7 +350,7 @@ class Direct(LinearSolver):
     >>> from mpigrad import fft, sparse
     >>> from mpigrad.grid import Grid
     >>> grid = Grid((16,), spacing=(2 * jnp.pi / 16,), periodic=True)
-    >>> layout = fft.Layout.of(grid, real=True)
+    >>> layout = fft.Layout(grid, real=True)
     >>> solver = fft.Direct(fft.Helmholtz(layout, shift=2.0), rtol=1e-4)
     >>> (x,) = grid.centers()
     >>> u = sparse.solve(lambda u: 2 * u - fft.laplacian(u, layout), 3 * jnp.sin(x), solver).value

@@ -54,7 +54,7 @@ def forward(u: Any, layout: Layout, norm: Norm | None = None) -> Any:
     >>> import jax.numpy as jnp
     >>> from mpigrad import fft
     >>> from mpigrad.grid import Grid
-    >>> layout = fft.Layout.of(Grid((4, 4), (1.0, 1.0)), kinds=("fft", "dct"), real=True)
+    >>> layout = fft.Layout(Grid((4, 4), (1.0, 1.0)), kinds=("fft", "dct"), real=True)
     >>> fft.forward(jnp.ones((4, 4)), layout).shape
     (3, 4)
     """
@@ -307,12 +307,12 @@ def fftn(a: Any, grid: Grid, axes: Sequence[int] | None = None, norm: Norm | Non
     >>> fft.fftn(jnp.ones(grid.local_shape), grid)[0, 0]
     Array(16.+0.j, dtype=complex64)
     """
-    return forward(a, Layout.of(grid, axes=axes), norm)
+    return forward(a, Layout(grid, axes=axes), norm)
 
 
 def ifftn(a: Any, grid: Grid, axes: Sequence[int] | None = None, norm: Norm | None = None) -> Any:
     """Return the inverse of `fftn`: complex fields on the tiles of `grid`."""
-    return inverse(a, Layout.of(grid, axes=axes), norm)
+    return inverse(a, Layout(grid, axes=axes), norm)
 
 
 def rfftn(a: Any, grid: Grid, axes: Sequence[int] | None = None, norm: Norm | None = None) -> Any:
@@ -330,12 +330,12 @@ def rfftn(a: Any, grid: Grid, axes: Sequence[int] | None = None, norm: Norm | No
     >>> fft.rfftn(jnp.ones(grid.local_shape), grid).shape
     (4, 4)
     """
-    return forward(a, Layout.of(grid, real=True, axes=axes), norm)
+    return forward(a, Layout(grid, real=True, axes=axes), norm)
 
 
 def irfftn(a: Any, grid: Grid, axes: Sequence[int] | None = None, norm: Norm | None = None) -> Any:
     """Return the inverse of `rfftn`: real fields on the tiles of `grid`."""
-    return inverse(a, Layout.of(grid, real=True, axes=axes), norm)
+    return inverse(a, Layout(grid, real=True, axes=axes), norm)
 
 
 def fft(a: Any, grid: Grid, axis: int = -1, norm: Norm | None = None) -> Any:
@@ -367,12 +367,12 @@ def dctn(a: Any, grid: Grid, axes: Sequence[int] | None = None) -> Any:
     The parameters are those of `fftn`, the convention is that of `scipy.fft.dctn`, and the layout
     is `Layout(grid, axes=axes, kinds="dct")`.
     """
-    return forward(a, Layout.of(grid, axes=axes, kinds="dct"))
+    return forward(a, Layout(grid, axes=axes, kinds="dct"))
 
 
 def idctn(a: Any, grid: Grid, axes: Sequence[int] | None = None) -> Any:
     """Return the inverse of `dctn`."""
-    return inverse(a, Layout.of(grid, axes=axes, kinds="dct"))
+    return inverse(a, Layout(grid, axes=axes, kinds="dct"))
 
 
 def dstn(a: Any, grid: Grid, axes: Sequence[int] | None = None) -> Any:
@@ -381,9 +381,9 @@ def dstn(a: Any, grid: Grid, axes: Sequence[int] | None = None) -> Any:
     The parameters are those of `fftn`, the convention is that of `scipy.fft.dstn`, and the layout
     is `Layout(grid, axes=axes, kinds="dst")`.
     """
-    return forward(a, Layout.of(grid, axes=axes, kinds="dst"))
+    return forward(a, Layout(grid, axes=axes, kinds="dst"))
 
 
 def idstn(a: Any, grid: Grid, axes: Sequence[int] | None = None) -> Any:
     """Return the inverse of `dstn`."""
-    return inverse(a, Layout.of(grid, axes=axes, kinds="dst"))
+    return inverse(a, Layout(grid, axes=axes, kinds="dst"))
