@@ -45,7 +45,7 @@ def programs(cells: int, steps: int) -> dict[str, tuple[Callable[[], Any], Calla
     grid = mg.Grid((cells * comm.size, cells, cells), (SPACING,) * 3, dims=(comm.size, 1, 1))
     speed = jnp.full(grid.local_shape, 2000.0, jnp.float32)
     change = jnp.full(grid.local_shape, 20.0, jnp.float32)
-    wavelet = jnp.asarray(ricker(15.0, steps, DT), jnp.float32)
+    wavelet = jnp.asarray(ricker(15.0, DT, steps), jnp.float32)
     start = jnp.zeros(grid.local_shape, jnp.float32)
     middle = np.array(grid.shape) // 2
     inside = [int(m - s.start) for m, s in zip(middle, grid.slices, strict=True)]

@@ -31,7 +31,7 @@ def share(x):
     return jnp.sum(jnp.logaddexp(0, -margin)) + penalty
 
 
-with mg.optimize.root_driven(share, start) as objective:
+with mg.optimize.root_objective(share, start) as objective:
     if objective:  # only on rank 0. The other ranks serve until rank 0 leaves the block
         solution = optimistix.minimise(
             lambda x, _: objective.function(x), optimistix.BFGS(1e-8, 1e-8), start

@@ -53,7 +53,7 @@ def descend(value_and_gradient, x, iterations, tolerance):
     raise RuntimeError(f"descend: the gradient is above {tolerance} after {iterations} steps")
 
 
-with mg.optimize.root_driven(energy, jnp.zeros(len(modes))) as objective:
+with mg.optimize.root_objective(energy, jnp.zeros(len(modes))) as objective:
     if objective:  # only on rank 0. The other ranks serve until rank 0 leaves the block
         objective.result = descend(objective.value_and_gradient, objective.x0, 200, 1e-8)
 

@@ -41,7 +41,7 @@ GRADIENT = ("CG", "BFGS", "L-BFGS-B", "TNC", "SLSQP")
 PRODUCTS = ("Newton-CG", "trust-ncg", "trust-krylov", "trust-constr")  # of Hessian and vector
 HESSIAN = ("dogleg", "trust-exact")
 
-with mg.optimize.root_driven(share, start) as objective:
+with mg.optimize.root_objective(share, start) as objective:
     if objective:  # only on rank 0. The other ranks serve until rank 0 leaves the block
         objective.result = {}
         for method in GRADIENT + PRODUCTS + HESSIAN:

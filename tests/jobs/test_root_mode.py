@@ -81,8 +81,3 @@ def test_errors_of_the_root(comm: Communicator) -> None:
             with pytest.raises(TypeError, match="cannot be sent to the other ranks"):
                 pool.map(lambda s, m, r: s, data)(1.0)
             equal_bits(f(1.0, jnp.ones(3)), np.sqrt([1.0, 2.0, 3.0]))
-
-
-def test_old_name_of_root_pool(comm: Communicator) -> None:
-    with pytest.warns(FutureWarning, match="jobs.root_pool"):
-        assert jobs.root_driven is jobs.root_pool

@@ -8,7 +8,7 @@ from mpi4py import MPI
 
 from mpigrad import sparse
 from mpigrad.communicator import Communicator
-from mpigrad.optimize import minimize, root_driven
+from mpigrad.optimize import minimize, root_objective
 from mpigrad_apps.poisson import Settings, inverse_problem
 
 SETTINGS = Settings(cells=(7, 6), kappa="cells", smoothing=0.1)
@@ -45,7 +45,7 @@ def iterates(comm, whole):
 def driven(comm):
     """Run the same problem with SciPy on the root."""
     share, x0, _ = posed(comm, True)
-    with root_driven(share, x0, comm=comm) as objective:
+    with root_objective(share, x0, comm=comm) as objective:
         if objective:
             objective.result = [objective.x0]
             scipy.optimize.minimize(

@@ -56,7 +56,7 @@ def iterates(value_and_gradient: Any, hessp: Any, x0: Any, method: str) -> Any:
 def test_scipy_takes_the_serial_steps(comm: Communicator) -> None:
     """Compare ten iterations to 1e-8, with the last rank as the root."""
     root = comm.size - 1
-    with optimize.root_driven(shared(comm), START, root=root) as objective:
+    with optimize.root_objective(shared(comm), START, root=root) as objective:
         assert bool(objective) == (comm.rank == root)
         if objective:
             ask = objective.value_and_gradient, objective.hessp, objective.x0
@@ -89,7 +89,7 @@ def test_evaluations_and_forms_of_results(comm: Communicator) -> None:
         jax.debug.callback(lambda: calls.append("value"))
         return rosenbrock(x)
 
-    with optimize.root_driven(value, START, loss="replicated", value_and_grad=both) as objective:
+    with optimize.root_objective(value, START, loss="replicated", value_and_grad=both) as objective:
         if objective:
             value_at = objective.value(objective.x0)
             assert objective.value(START) == value_at
@@ -121,7 +121,7 @@ def test_values_that_are_not_finite_reach_the_optimizer(comm: Communicator) -> N
         return jnp.sum(x - jnp.log(x)) / comm.size  # NaN where x < 0
 
     x0 = np.array([8.0, 0.4])
-    with optimize.root_driven(f, x0) as objective:
+    with optimize.root_objective(f, x0) as objective:
         if objective:
             value, gradient = objective.value_and_gradient(-x0)
             assert np.isnan(value)
@@ -153,7 +153,7 @@ def test_errors_reach_all_ranks_with_their_cause(comm: Communicator) -> None:
     survived = False
     with (
         pytest.raises(KeyError, match="an optimizer") as caught,
-        optimize.root_driven(None, np.ones(2), value_and_grad=both) as objective,
+        optimize.root_objective(None, np.ones(2), value_and_grad=both) as objective,
     ):
         if objective:
             # The optimizer may catch an error of an evaluation.
@@ -171,13 +171,13 @@ def test_errors_reach_all_ranks_with_their_cause(comm: Communicator) -> None:
         )
         assert "test_root_worker.py" in caught.value.__notes__[0]
     # An error of an evaluation that is not caught ends the block on all ranks.
-    with pytest.raises(Broken), optimize.root_driven(None, np.ones(1), value_and_grad=both) as o:
+    with pytest.raises(Broken), optimize.root_objective(None, np.ones(1), value_and_grad=both) as o:
         if o:
             o.gradient(-np.ones(1))
     # Results that cannot be sent.
     with (
         pytest.raises(TypeError, match="cannot be sent"),
-        optimize.root_driven(None, np.ones(1), value_and_grad=both) as o,
+        optimize.root_objective(None, np.ones(1), value_and_grad=both) as o,
     ):
         o.result = lambda: 0
     assert float(mpigrad.allreduce(jnp.ones(()))) == comm.size  # all ranks have left their block
@@ -186,8 +186,8 @@ def test_errors_reach_all_ranks_with_their_cause(comm: Communicator) -> None:
 @pytest.mark.ranks(2)
 def test_unknowns_are_checked_before_work_starts(comm: Communicator) -> None:
     with pytest.raises(ValueError, match="x0's leaves, shapes and dtypes must be the same"):
-        optimize.root_driven(rosenbrock, np.ones(2 + comm.rank))
+        optimize.root_objective(rosenbrock, np.ones(2 + comm.rank))
     with pytest.raises(TypeError, match="x0 has dtype complex128"):
-        optimize.root_driven(rosenbrock, np.ones(2, complex if comm.rank else float))
+        optimize.root_objective(rosenbrock, np.ones(2, complex if comm.rank else float))
     with pytest.raises(TypeError, match="f and value_and_grad are both None"):
-        optimize.root_driven(None, np.ones(2))
+        optimize.root_objective(None, np.ones(2))

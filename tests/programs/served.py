@@ -20,7 +20,7 @@ def both(x):
     return mpigrad.allreduce(jnp.sum(x**2)), 2 * x
 
 
-with optimize.root_driven(None, np.ones(2), value_and_grad=both) as objective:
+with optimize.root_objective(None, np.ones(2), value_and_grad=both) as objective:
     if objective:
         objective.value_and_gradient(np.ones(2))
         match case:

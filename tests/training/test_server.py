@@ -303,10 +303,10 @@ def test_a_worker_is_dropped(comm: Communicator, capfd: pytest.CaptureFixture[st
             x[3] = np.nan
         return loss, [x, y]
 
-    for strategy in (ParameterServer(on_error="drop"), ParameterServer()):
+    for strategy in (ParameterServer(throw=False), ParameterServer()):
         replica, session = NumpyReplica([np.zeros(5), np.zeros(1)], spoiled), Session()
         run = strategy.start(replica, comm)
-        if strategy.on_error == "raise":
+        if strategy.throw:
             with pytest.raises(FloatingPointError, match=r"layer0 \(from rank 2\)"):
                 run.train(batches(run, epochs=2), session)
             continue
@@ -324,7 +324,7 @@ def test_all_workers_dropped_and_the_server_failing(comm: Communicator) -> None:
         raise ValueError("the data are broken")
 
     replica = NumpyReplica([np.zeros(5), np.zeros(1)], bad)
-    run = ParameterServer(on_error="drop").start(replica, comm)
+    run = ParameterServer(throw=False).start(replica, comm)
     with pytest.raises(StepError, match=r"all workers(.|\n)*the data are broken"):
         run.train(batches(run, epochs=1), Session())
     replica, session = least_squares(), Session()
@@ -357,5 +357,5 @@ def test_settings_are_checked() -> None:
         ParameterServer(staleness=-1)
     with pytest.raises(TypeError):
         ParameterServer(staleness=1.5)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="on_error"):
-        ParameterServer(on_error="ignore")  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="throw must be True or False, got 'ignore'"):
+        ParameterServer(throw="ignore")  # type: ignore[arg-type]

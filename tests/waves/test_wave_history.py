@@ -42,7 +42,7 @@ def case(comm: Communicator, kind: str, dtype: Any = np.float32, **settings: Any
         np.array([[[0.65], [0.8]]]) * extent * np.ones(2)[:, None, None],
     )
     common = {"dt": 1.5e-3, "steps": STEPS, "pml": 6, **settings}
-    wavelet = np.array(ricker(15.0, STEPS, 1.5e-3), dtype)[None, None]
+    wavelet = np.array(ricker(15.0, 1.5e-3, STEPS), dtype)[None, None]
     random = np.random.default_rng(comm.rank)
     if "elastic" not in kind:
         acoustic = Acoustic(grid, **common)

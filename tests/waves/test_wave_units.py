@@ -26,7 +26,7 @@ def expected(comm, warned: bool):
 def test_velocities_in_km_per_s(comm, method, km):
     grid = Grid((40, 30), (10.0, 10.0), comm)
     velocity = jnp.full(grid.local_shape, 2.0 if km else 2000.0)
-    wavelet = jnp.asarray(ricker(15.0, 3, 2e-3))[None, None]
+    wavelet = jnp.asarray(ricker(15.0, 2e-3, 3))[None, None]
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         with expected(comm, km):
@@ -42,7 +42,7 @@ def test_velocities_in_km_per_s(comm, method, km):
 @pytest.mark.ranks(1)
 def test_a_wavelet_above_the_nyquist_frequency():
     with pytest.warns(UserWarning, match=r"15 Hz cannot be sampled every 2.1 s.* at most 0.2381 "):
-        ricker(15.0, 3, 2.1)
+        ricker(15.0, 2.1, 3)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        ricker(15.0, 3, 0.03)
+        ricker(15.0, 0.03, 3)

@@ -10,7 +10,7 @@ from mpigrad.optimize.minimize import minimize
 from mpigrad.optimize.multi_start import MultiStart, continuation, multi_start
 from mpigrad.optimize.nonlinear_cg import NonlinearCG
 from mpigrad.optimize.objective import Objective, Point
-from mpigrad.optimize.root_worker import RootObjective, root_driven
+from mpigrad.optimize.root_worker import RootObjective, root_objective
 from mpigrad.optimize.trust_region import GaussNewton, NewtonCG
 from mpigrad.optimize.unknowns import Unknowns
 from mpigrad.solution import Result, Solution
@@ -41,5 +41,5 @@ __all__ = [
     "inner_products",
     "minimize",
     "multi_start",
-    "root_driven",
+    "root_objective",
 ]

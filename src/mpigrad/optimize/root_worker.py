@@ -38,7 +38,7 @@ __all__ = [
     "first_error",
     "pack_error",
     "request",
-    "root_driven",
+    "root_objective",
     "shared_evaluation",
     "unpack_error",
 ]
@@ -75,13 +75,13 @@ class Flattening:
         for path, _, dtype in self.signature:
             if not jax.numpy.issubdtype(dtype, jax.numpy.floating):
                 raise TypeError(
-                    f"root_driven: x0{path} has dtype {dtype}, expected real floating-point "
+                    f"root_objective: x0{path} has dtype {dtype}, expected real floating-point "
                     "arrays. Convert integers to floats, and give a complex array as its real and "
                     "imaginary parts."
                 )
         if not self.size:
             raise ValueError(
-                "root_driven: expected at least one unknown, got x0 without elements. Add one."
+                "root_objective: expected at least one unknown, got x0 without elements. Add one."
             )
 
     def flat(self, tree: Any, name: str = "the point") -> NDArray[np.float64]:
@@ -89,7 +89,7 @@ class Flattening:
         leaves, structure = jax.tree.flatten(tree)
         if structure != self._structure or [np.shape(x) for x in leaves] != self._shapes:
             raise ValueError(
-                f"root_driven: {name} has another structure than x0 (of {self.size} elements):\n"
+                f"root_objective: {name} has another structure than x0 (of {self.size} elements):\n"
                 f"  x0: {self._structure} with shapes {self._shapes}\n"
                 f"  {name}: {structure} with shapes {[np.shape(x) for x in leaves]}\n"
                 "Give a pytree of the structure of x0, or its vector."
@@ -224,7 +224,7 @@ class _Request(enum.IntEnum):
     PRODUCT = 4  # of Hessian and vector
 
 
-def root_driven(
+def root_objective(
     f: Callable[[Any], Any] | None,
     x0: Any,
     *,
@@ -273,7 +273,7 @@ def root_driven(
     >>> from mpigrad import optimize
     >>> def loss(x):
     ...     return ((x - 2.0) ** 2).sum()
-    >>> with optimize.root_driven(loss, np.zeros(2), loss="replicated") as objective:
+    >>> with optimize.root_objective(loss, np.zeros(2), loss="replicated") as objective:
     ...     if objective:  # on the root
     ...         objective.result = scipy.optimize.minimize(
     ...             objective.value_and_gradient, objective.x0, jac=True
@@ -282,7 +282,7 @@ def root_driven(
     [2. 2.]
     """
     if f is None and value_and_grad is None:
-        raise TypeError("root_driven: f and value_and_grad are both None. Give one of them.")
+        raise TypeError("root_objective: f and value_and_grad are both None. Give one of them.")
     comm = resolve(comm)
     return RootObjective(
         _programs(f, value_and_grad, loss, comm), x0, check_rank(root, comm, "root"), comm
@@ -317,7 +317,7 @@ def _programs(
 class RootObjective:
     """The objective of a serial optimizer on the root, with NumPy arguments and results.
 
-    `root_driven` returns it. It is true on the root and false on the workers.
+    `root_objective` returns it. It is true on the root and false on the workers.
 
     Points are pytrees of the structure of x0 or their vectors, and a gradient has the form of its
     point. The value and gradient of the last point are cached. If you need both, call
@@ -342,7 +342,7 @@ class RootObjective:
     >>> from mpigrad import optimize
     >>> def loss(x):
     ...     return (x["a"] ** 2).sum()
-    >>> with optimize.root_driven(loss, {"a": np.ones(2)}, loss="replicated") as objective:
+    >>> with optimize.root_objective(loss, {"a": np.ones(2)}, loss="replicated") as objective:
     ...     if objective:  # on the root
     ...         print(objective.value(objective.x0), objective.gradient({"a": np.ones(2)}))
     2.0 {'a': array([2., 2.], dtype=float32)}
@@ -356,7 +356,7 @@ class RootObjective:
         with raise_on_all_ranks(comm):
             self._form = Flattening(x0)
         assert_same_on_all_ranks(
-            comm, self._form.signature, "root_driven: x0's leaves, shapes and dtypes"
+            comm, self._form.signature, "root_objective: x0's leaves, shapes and dtypes"
         )
         self.x0 = comm.mpi.bcast(self._form.flat(x0), root)
         self.result: Any = None
@@ -469,7 +469,7 @@ class RootObjective:
         except Exception as cause:
             name = type(self.result).__name__
             failure = TypeError(
-                f"root_driven: the result of type {name} cannot be sent to the other ranks "
+                f"root_objective: the result of type {name} cannot be sent to the other ranks "
                 f"({cause}). Set objective.result to an object that can be pickled."
             )
             self._fail(failure)
@@ -505,7 +505,7 @@ class RootObjective:
     def _request(self, ask: _Request, *operands: NDArray[np.float64]) -> Any:
         if not self._open:
             raise RuntimeError(
-                f"root_driven: rank {self._comm.rank} called the objective "
+                f"root_objective: rank {self._comm.rank} called the objective "
                 + (
                     "after its `with` block, when the other ranks no longer evaluate. Call it "
                     "inside the block."

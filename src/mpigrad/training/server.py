@@ -11,7 +11,7 @@ import sys
 import time
 import traceback
 from collections.abc import Iterable, Iterator
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 from mpi4py import MPI
@@ -542,9 +542,9 @@ class ParameterServer(Strategy):
     scale_by_staleness
         True to divide each gradient by 1 + its staleness (after Zhang, Gupta, Lian and Liu,
         "Staleness-aware async-SGD for distributed deep learning", 2016).
-    on_error
-        The action if a worker's batch fails. "raise": the training ends on all ranks with that
-        error. "drop": the server prints the error, and the run continues without that worker as
+    throw
+        What follows if a worker's batch fails. True: the training ends on all ranks with that
+        error. False: the server prints the error, and the run continues without that worker as
         long as another worker is left.
 
     Raises
@@ -573,7 +573,7 @@ class ParameterServer(Strategy):
 
     staleness: int = 0
     scale_by_staleness: bool = False
-    on_error: Literal["raise", "drop"] = "raise"
+    throw: bool = True
 
     def __post_init__(self) -> None:
         if operator.index(self.staleness) < 0:
@@ -581,21 +581,21 @@ class ParameterServer(Strategy):
                 f"ParameterServer: staleness must not be negative, got {self.staleness}. Pass 0 or "
                 "a larger bound."
             )
-        if self.on_error not in ("raise", "drop"):
-            raise ValueError(
-                f'ParameterServer: on_error must be "raise" or "drop", got {self.on_error!r}. Pass '
-                "one of these."
+        if not isinstance(self.throw, bool):
+            raise TypeError(
+                f"ParameterServer: throw must be True or False, got {self.throw!r}. False drops a "
+                "worker whose batch fails."
             )
 
     def start(self, replica: Replica, comm: Communicator) -> Run:
         if comm.size == 1:
             return Synchronous().start(replica, comm)
         if comm.rank > 0:
-            return WorkerLoop(replica, comm, drop=self.on_error == "drop")
+            return WorkerLoop(replica, comm, drop=not self.throw)
         return ServerLoop(
             replica,
             comm,
             bound=operator.index(self.staleness),
             scale=self.scale_by_staleness,
-            drop=self.on_error == "drop",
+            drop=not self.throw,
         )

@@ -120,7 +120,7 @@ class Survey:
 
 
 def ricker(
-    frequency: float, steps: int, dt: float, peak_time: float | None = None
+    frequency: float, dt: float, steps: int, peak_time: float | None = None
 ) -> Float[np.ndarray, " steps"]:
     """Return a Ricker wavelet sampled at t = 0, dt, 2 dt, ...
 
@@ -131,10 +131,10 @@ def ricker(
     frequency
         Frequency f of the peak of the spectrum, in Hz. Beyond about 2.7 f the spectrum is below a
         hundredth of the peak.
-    steps
-        Number of samples.
     dt
         Time between samples, in s.
+    steps
+        Number of samples.
     peak_time
         t0 in s. Default: 1.5 / frequency, for which the wavelet starts at 1e-8 of its peak.
 
@@ -151,7 +151,7 @@ def ricker(
     Examples
     --------
     >>> from mpigrad.waves import ricker
-    >>> wavelet = ricker(15.0, steps=150, dt=2e-3)
+    >>> wavelet = ricker(15.0, dt=2e-3, steps=150)
     >>> wavelet.shape, int(wavelet.argmax())
     ((150,), 50)
     """

@@ -224,7 +224,7 @@ def experiment_of(
             steps = math.ceil(own.steps * own.dt / dt - 1e-9)
     has_file_sources = options.survey is None and options.depth is None
     sources, receivers = survey_positions(options, own, spacing, model.shape)
-    wavelets, file = ricker(peak, steps, dt)[None, None, :], None
+    wavelets, file = ricker(peak, dt, steps)[None, None, :], None
     if options.wavelet is not None:
         wavelets, file = read_wavelets(options.wavelet, steps, dt), options.wavelet
     elif own and own.wavelets is not None and has_file_sources and options.frequency is None:

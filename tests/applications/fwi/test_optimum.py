@@ -42,7 +42,7 @@ def test_the_optimum_does_not_depend_on_ranks_or_method(comm):
     mine = np.array_split(start, comm.size)[comm.rank]
     whole = lambda x: mpigrad.allgatherv(x, counts, comm=comm)
     sharded = search(lambda x: share(whole(x)), mine, sharded=True, comm=comm)
-    with optimize.root_driven(share, start, comm=comm) as served:
+    with optimize.root_objective(share, start, comm=comm) as served:
         if served:
             served.result = scipy.optimize.minimize(
                 served.value_and_gradient, start, jac=True, method="L-BFGS-B",

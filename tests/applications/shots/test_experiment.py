@@ -34,7 +34,7 @@ def test_defaults_of_an_experiment(comm):
     some = made(comm, shots=3, receivers=5, depth=20.0, steps=7, dt=1e-4, frequency=3.0)
     assert some.sources.shape == (3, 1, 2)
     assert some.receivers.shape == (1, 5, 2)
-    assert np.array_equal(some.wavelets[0, 0], ricker(3.0, 7, 1e-4))
+    assert np.array_equal(some.wavelets[0, 0], ricker(3.0, 1e-4, 7))
 
 
 @pytest.mark.ranks(1, 2)
@@ -79,9 +79,9 @@ def test_low_pass_keeps_low_frequencies_in_place():
     low, high = np.sin(2 * np.pi * 3 * t) * np.hanning(400), np.sin(2 * np.pi * 40 * t)
     filtered = np.asarray(low_pass(jnp.asarray(low + high * np.hanning(400)), 10.0, 2e-3))
     assert np.max(np.abs(filtered - low)) < 0.01  # its phase, too
-    wavelet = ricker(5.0, 400, 2e-3)
+    wavelet = ricker(5.0, 2e-3, 400)
     assert np.argmax(np.abs(np.fft.rfft(wavelet, 8000))) * 1 / (8000 * 2e-3) == pytest.approx(
         5, 0.02
     )
     with pytest.raises(ValueError, match="must be positive"):
-        ricker(0.0, 5, 1e-3)
+        ricker(0.0, 1e-3, 5)

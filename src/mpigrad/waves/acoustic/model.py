@@ -122,7 +122,7 @@ class Acoustic:
     >>> grid = Grid((40, 30), (10.0, 10.0))
     >>> model = Acoustic(grid, dt=2e-3, steps=80)
     >>> survey = Survey(np.array([[[55.0, 55.0]]]), np.array([[[205.0, 55.0], [305.0, 55.0]]]))
-    >>> wavelet = jnp.asarray(ricker(15.0, 80, 2e-3), jnp.float32)[None, None]
+    >>> wavelet = jnp.asarray(ricker(15.0, 2e-3, 80), jnp.float32)[None, None]
     >>> velocity = jnp.full(grid.local_shape, 2000.0, jnp.float32)  # this rank's tile
     >>> model.propagate(velocity, wavelet, survey).gathers.shape  # shots, receivers, steps
     (1, 2, 80)
@@ -268,7 +268,7 @@ class Acoustic:
         >>> grid = Grid((40, 30), (10.0, 10.0))
         >>> model = Acoustic(grid, dt=2e-3, steps=80)
         >>> survey = Survey(np.array([[[55.0, 55.0]]]), np.array([[[205.0, 55.0]]]))
-        >>> wavelet = jnp.asarray(ricker(15.0, 80, 2e-3), jnp.float32)[None, None]
+        >>> wavelet = jnp.asarray(ricker(15.0, 2e-3, 80), jnp.float32)[None, None]
         >>> velocity = jnp.full(grid.local_shape, 2000.0, jnp.float32)
         >>> density = jnp.asarray(1000.0 + 800.0 * (grid.centers()[1] > 150), jnp.float32)
         >>> def energy(velocity, density):

@@ -152,7 +152,7 @@ class Elastic:
     >>> grid = Grid((40, 30), (10.0, 10.0))
     >>> model = Elastic(grid, dt=2e-3, steps=80, frequency=15.0, source="force_y")
     >>> survey = Survey(np.array([[[55.0, 55.0]]]), np.array([[[205.0, 55.0], [305.0, 55.0]]]))
-    >>> wavelet = jnp.asarray(1e6 * ricker(15.0, 80, 2e-3), jnp.float32)[None, None]
+    >>> wavelet = jnp.asarray(1e6 * ricker(15.0, 2e-3, 80), jnp.float32)[None, None]
     >>> vp, vs, rho = (jnp.full(grid.local_shape, v, jnp.float32) for v in (2000, 1100, 2000))
     >>> lam, mu = lame(vp, vs, rho)
     >>> model.propagate(lam, mu, rho, wavelet, survey).gathers.shape  # shots, vx and vy, ...
