@@ -183,7 +183,7 @@ def waves(n: int, axes: int, steps: tuple[int, int], method: str, physics: str) 
         return ((*lame(vp, vp / np.float32(1.7), density), density),)
 
     def loss_of(count: int) -> Callable[[Any], Any]:
-        common: dict[str, Any] = {"dt": DT, "steps": count, "pml": PML[axes], "method": method}
+        common: dict[str, Any] = {"dt": DT, "steps": count, "pml": PML[axes], "backend": method}
         if acoustic:
             model: Any = Acoustic(grid, order=4, max_velocity=FASTEST, **common)
             height = 1e3

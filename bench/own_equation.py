@@ -72,7 +72,7 @@ def programs(cells: int, steps: int) -> dict[str, tuple[Callable[[], Any], Calla
         rest = jnp.stack([start, start], axis=-1)
         return mg.loops.scan(step, (rest, rest), steps, wavelet)[0][1]
 
-    model = Acoustic(grid, DT, steps, pml=0, method="native")
+    model = Acoustic(grid, DT, steps, pml=0, backend="native")
     place = ((middle + 0.5) * SPACING)[None, None]
     survey = Survey(place, place)
     native = lambda c: model.propagate(c, wavelet[None, None], survey).state.field

@@ -98,7 +98,7 @@ def mpigrad_calls(o: argparse.Namespace) -> tuple[Calls, Callable[[str], None]]:
         grid = Grid(shape, (SPACING,) * axes, comm, dims=(comm.size, *(1,) * (axes - 1)))
         common: dict[str, Any] = {"dt": DT, "steps": steps, "pml": pml}
         if o.method:
-            common["method"] = o.method
+            common["backend"] = o.method
         if o.method != "xla":
             common["threads"] = o.threads
         height = 1.0 if o.physics == "acoustic" else FORCE * SPACING**axes

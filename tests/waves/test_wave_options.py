@@ -61,13 +61,13 @@ def test_every_case_has_the_options_of_the_table(comm: Communicator) -> None:
     for option, axes, kind, program, known in cases():
         if option == "density" or (option, kind) == ("order=8", "Elastic"):
             continue
-        settings = {"method": program, **SETTINGS[option]}
+        settings = {"backend": program, **SETTINGS[option]}
         text = refusal(lambda k=kind, a=axes, s=settings: model(comm, k, a, **s))
         assert (text == "") == known, (option, axes, kind, program, text)
         if text:
             name = next(iter(SETTINGS[option]))
             assert text.startswith(f"{kind}: {name}"), text
-            assert f'(chosen by method="{program}"). Leave {name} out. {kind} has it in ' in text
+            assert f'(chosen by backend="{program}"). Leave {name} out. {kind} has it in ' in text
     for checkpoints, forms in MEMORIES.items():
         for form in FORMS:
             settings = {**SETTINGS[checkpoints], **SETTINGS[form]}
@@ -100,8 +100,8 @@ def test_a_density_leaves_the_table_no_silent_options(comm: Communicator, axes: 
         given = model(comm, "Acoustic", axes, **SETTINGS[option])
         with pytest.raises(ValueError, match=r"Acoustic.propagate: .* \(chosen by density\)"):
             given.propagate(tile, wavelets, Survey(point, point), density=tile)
-    given = model(comm, "Acoustic", axes, method="native")
-    with pytest.raises(ValueError, match=r'density is not an option of .* by method="native"'):
+    given = model(comm, "Acoustic", axes, backend="native")
+    with pytest.raises(ValueError, match=r'density is not an option of .* by backend="native"'):
         given.propagate(tile, wavelets, Survey(point, point), density=tile)
 
 

@@ -21,19 +21,19 @@ def expected(comm, warned: bool):
 
 
 @pytest.mark.ranks(1, 2, 3)
-@pytest.mark.parametrize("method", ["native", "xla"])
+@pytest.mark.parametrize("backend", ["native", "xla"])
 @pytest.mark.parametrize("km", [True, False])
-def test_velocities_in_km_per_s(comm, method, km):
+def test_velocities_in_km_per_s(comm, backend, km):
     grid = Grid((40, 30), (10.0, 10.0), comm)
     velocity = jnp.full(grid.local_shape, 2.0 if km else 2000.0)
     wavelet = jnp.asarray(ricker(15.0, 2e-3, 3))[None, None]
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         with expected(comm, km):
-            model = Acoustic(grid, dt=2e-3, steps=3, pml=4, method=method)
+            model = Acoustic(grid, dt=2e-3, steps=3, pml=4, backend=backend)
             model.propagate(velocity, wavelet, SURVEY)
         with expected(comm, km):
-            waves = Elastic(grid, dt=2e-3, steps=3, frequency=15.0, pml=4, method=method)
+            waves = Elastic(grid, dt=2e-3, steps=3, frequency=15.0, pml=4, backend=backend)
             density = jnp.full_like(velocity, 2000.0)
             lam, mu = map(jnp.asarray, lame(velocity, 0.5 * velocity, density))
             waves.propagate(lam, mu, density, wavelet, SURVEY)

@@ -173,8 +173,8 @@ def check_settings(
         )
     if model.threads is not None and model.threads < 1:
         raise ValueError(f"{name}: threads must be at least 1, got {model.threads}.")
-    if model.method not in (None, "native", "xla"):
-        raise ValueError(f'{name}: method must be "native", "xla" or None, got {model.method!r}.')
+    if model.backend not in (None, "native", "xla"):
+        raise ValueError(f'{name}: backend must be "native", "xla" or None, got {model.backend!r}.')
     model.tile.check(reach, axes)
     check_checkpoints(model.checkpoints, name)
     check_options(name, model)

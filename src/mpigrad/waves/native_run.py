@@ -460,8 +460,8 @@ def _transpose(cotangents: Any, *args: Any, run: Run, models: int, **params: Any
 
 def _refuse(*_: Any, **__: Any) -> Any:
     raise NotImplementedError(
-        "mpigrad.waves: second derivatives of the native kernels (method='native') are not "
-        "available. Use method='xla'."
+        "mpigrad.waves: second derivatives of the native kernels (backend='native') are not "
+        "available. Use backend='xla'."
     )
 
 

@@ -166,13 +166,13 @@ MEMORIES = {
 _WORDS = {"native": "the native kernels", "xla": "a JAX program"}
 
 
-def is_native(method: str | None) -> bool:
-    """Return whether a method, None for the default, stands for the native kernels.
+def is_native(backend: str | None) -> bool:
+    """Return whether a backend, None for the default, stands for the native kernels.
 
     They compute on CPUs.
     """
     default = "native" if jax.default_backend() == "cpu" else "xla"
-    return (method or default) == "native"
+    return (backend or default) == "native"
 
 
 def runs_native(model: Any, *, density: bool = False) -> bool:
@@ -227,8 +227,8 @@ def _axes(option: str, physics: str, program: str) -> tuple[int, ...]:
 
 def _program(model: Any, given: dict[str, str]) -> tuple[Literal["native", "xla"], str]:
     """Return the program that runs a model with these options, and the reason."""
-    if model.method is not None:
-        return model.method, f'method="{model.method}"'
+    if model.backend is not None:
+        return model.backend, f'backend="{model.backend}"'
     physics = type(model).__name__
     for option, text in given.items():
         if _axes(option, physics, "xla") and not _axes(option, physics, "native"):

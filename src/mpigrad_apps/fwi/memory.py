@@ -62,7 +62,7 @@ def memory_needs(
     if settings.subset is not None and not settings.encode:
         shots = settings.subset // settings.groups
     stored = 2 * math.sqrt(2 * experiment.steps)
-    if not is_native(kernels.method):
+    if not is_native(kernels.backend):
         stored = 3 * shots * experiment.steps  # XLA programs store all fields
     gathers = experiment.n_shots * experiment.receivers.shape[1] * experiment.steps
     return needs | {

@@ -53,7 +53,7 @@ class AcousticPhysics(Physics):
             order=self.order,
             pml=self.kernels.pml,
             threads=self.kernels.threads,
-            method=self.kernels.method,
+            backend=self.kernels.backend,
         )
         velocity = fields["vp"].astype(self.kernels.precision)
         recording = model.propagate(velocity, wavelets, survey, state)

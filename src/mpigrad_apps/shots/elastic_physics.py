@@ -86,7 +86,7 @@ class ElasticPhysics(Physics):
             source=self.source,
             components=("vx", "vy"),
             threads=self.kernels.threads,
-            method=self.kernels.method,
+            backend=self.kernels.backend,
         )
         lam, mu, rho = self._rounded(fields)
         recording = model.propagate(lam, mu, rho, wavelets, survey, state)

@@ -18,7 +18,7 @@ class KernelOptions:
 
     pml: int = 20
     precision: Literal["float32", "float64"] = "float32"
-    method: Literal["native", "xla"] | None = None
+    backend: Literal["native", "xla"] | None = None
     threads: int | None = None
 
 
@@ -54,7 +54,7 @@ class WaveOptions:
     """Cells of the absorbing layer on each side, outside of the model. Default: 20, volumes 10."""
     precision: Literal["float32", "float64"] = "float32"
     """Precision of the waves. Parameters and misfits are float64."""
-    method: Literal["native", "xla"] | None = None
+    backend: Literal["native", "xla"] | None = None
     """C++ kernels or XLA programs. Default: C++ on CPUs."""
     threads: int | None = None
     """Number of threads of the C++ kernels on each rank. Default: one."""
@@ -64,7 +64,7 @@ class WaveOptions:
     def kernels(self, axes: int) -> KernelOptions:
         """Return the options of the kernels for a model with this number of axes."""
         pml = (20 if axes == 2 else 10) if self.pml is None else self.pml
-        return KernelOptions(pml, self.precision, self.method, self.threads)
+        return KernelOptions(pml, self.precision, self.backend, self.threads)
 
     def check(self) -> None:
         """Raise a ValueError for the first option that is not valid."""
@@ -91,7 +91,7 @@ class WaveOptions:
         check_effects(
             self,
             (self.survey is None, "no --survey", "depth"),
-            (self.method != "xla", "--method native", "threads"),
+            (self.backend != "xla", "--backend native", "threads"),
         )
 
     def _check_axes(self) -> None:

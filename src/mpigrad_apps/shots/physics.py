@@ -28,7 +28,7 @@ class Physics(abc.ABC):
     dt
         Time step in s.
     kernels
-        Layers, precision and method of the kernels.
+        Layers, precision and backend of the kernels.
     """
 
     components: ClassVar[tuple[str, ...]]

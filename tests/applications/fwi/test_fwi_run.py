@@ -15,7 +15,7 @@ from mpigrad_apps.shots import acoustic_command
 from mpigrad_apps.shots.acoustic_settings import Settings as Shots
 
 SMALL = Settings(
-    cells=(30, 20), spacing=(10.0, 10.0), steps=110, shots=2, pml=6, water=20.0, method=None,
+    cells=(30, 20), spacing=(10.0, 10.0), steps=110, shots=2, pml=6, water=20.0, backend=None,
     frequency=15.0, iterations=4, memory=5,
 )  # fmt: skip
 

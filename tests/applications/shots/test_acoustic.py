@@ -185,7 +185,7 @@ def test_shares_of_the_gathers(comm):
 @pytest.mark.ranks(2)
 def test_the_reference_is_batched_on_a_rank_without_points(comm):
     """By JAX's own vmap over wavelets: halos of its fields meet batched ones."""
-    acoustic = model(comm, dims=(2, 1), method="xla")
+    acoustic = model(comm, dims=(2, 1), backend="xla")
     velocity, wavelets, *_ = whole()
     near = Survey(SOURCES[:1, :1], RECEIVERS[:, :1])  # on rank 0
 
@@ -205,7 +205,7 @@ def test_native_agrees_with_the_reference(comm, order):
     if order == 2 and comm.size != 1:
         pytest.skip("order 2 differs from order 4 only in the stencil, which one rank covers")
     native = model(comm, order=order, dims=(1, 2) if comm.size == 2 else None)
-    compare(native, everything(native), everything(dataclasses.replace(native, method="xla")))
+    compare(native, everything(native), everything(dataclasses.replace(native, backend="xla")))
 
 
 def test_linearised_operator_and_its_adjoint(comm):
@@ -268,9 +268,9 @@ def test_waves_continue_from_a_state(comm):
 
 def _in_two_ways(comm, f):
     """Errors of the native form and of the reference."""
-    for method in ("native", "xla"):
+    for backend in ("native", "xla"):
         with pytest.raises(Exception) as error:
-            jax.block_until_ready(f(method))
+            jax.block_until_ready(f(backend))
         # the same on all ranks
         assert len(set(comm.mpi.allgather(type(error.value)))) == 1
         yield str(error.value)
@@ -282,8 +282,10 @@ def test_rejects_bad_models_on_every_rank(comm):
     mine = np.array(velocity[model(comm).grid.slices])
 
     def run(bad, acoustic):
-        return lambda method: mpigrad.jit(
-            lambda v: dataclasses.replace(acoustic, method=method).propagate(v, wavelets, survey())
+        return lambda backend: mpigrad.jit(
+            lambda v: dataclasses.replace(acoustic, backend=backend).propagate(
+                v, wavelets, survey()
+            )
         )(jnp.asarray(bad))
 
     last = comm.rank == comm.size - 1
@@ -324,10 +326,10 @@ def test_rejects_bad_arguments(comm):
 
 
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize("method", ["native", "xla"])
-def test_rejects_runs_that_differ_between_ranks(comm, method):
+@pytest.mark.parametrize("backend", ["native", "xla"])
+def test_rejects_runs_that_differ_between_ranks(comm, backend):
     velocity, wavelets, *_ = whole()
-    acoustic = dataclasses.replace(model(comm), dt=DT / (1 + comm.rank), method=method)
+    acoustic = dataclasses.replace(model(comm), dt=DT / (1 + comm.rank), backend=backend)
     mine = jnp.asarray(velocity[acoustic.grid.slices])
     expected = rf"Acoustic.propagate: dt must be .* got {DT} on rank 0; {DT / 2} on rank 1"
     with pytest.raises(ValueError, match=expected):

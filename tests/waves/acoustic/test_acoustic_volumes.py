@@ -81,7 +81,7 @@ def everything(acoustic):
 @functools.cache
 def reference(comm, dims, order):
     """Return `everything` of the JAX program."""
-    return everything(model(comm, dims, order=order, method="xla"))
+    return everything(model(comm, dims, order=order, backend="xla"))
 
 
 PLANE = pytest.mark.thin(4)  # tiles that are cut along two axes
@@ -118,7 +118,7 @@ def test_kernels_agree_with_the_jax_program(comm, order, axis, settings):
     """Results and gradients, for tiles cut along each axis."""
     dims = None if axis is None else tuple(comm.size if a == axis else 1 for a in range(3))
     expected = reference(comm, dims if comm.size > 1 else None, order)
-    values = everything(model(comm, dims, order=order, method="native", **settings))
+    values = everything(model(comm, dims, order=order, backend="native", **settings))
     for value, other in zip(values, expected, strict=True):
         scale = comm.mpi.allreduce(np.max(np.abs(other)), op=MPI.MAX)
         np.testing.assert_allclose(value, other, rtol=0, atol=1e-12 * scale)
@@ -172,8 +172,8 @@ def test_kernels_agree_on_tiles_larger_than_their_layers(comm, shape, pml, steps
     grid = Grid(shape, SPACING, comm)
     tile = jnp.asarray(velocity[grid.slices])
     found = []
-    for method in ("native", "xla"):
-        acoustic = Acoustic(grid, 1.2e-3, steps, order=order, pml=pml, method=method)
+    for backend in ("native", "xla"):
+        acoustic = Acoustic(grid, 1.2e-3, steps, order=order, pml=pml, backend=backend)
 
         def loss(velocity, start, acoustic=acoustic):
             gathers, state = acoustic.propagate(velocity, wavelets, survey, start)
@@ -198,8 +198,8 @@ def state_with_noise(tile):
 @pytest.mark.thin(1)
 def test_tangents_agree_with_the_jax_program(comm):
     tangents = []
-    for method in ("native", "xla"):
-        acoustic = model(comm, method=method)
+    for backend in ("native", "xla"):
+        acoustic = model(comm, backend=backend)
         at = point(acoustic)
         directions = jax.tree.map(lambda x: jnp.cos(jnp.arange(x.size)).reshape(x.shape), at)
         run = lambda *x, a=acoustic: a.propagate(*x[:2], SURVEY, x[2])
@@ -210,9 +210,9 @@ def test_tangents_agree_with_the_jax_program(comm):
 
 
 @pytest.mark.cases("native", reason="its gradient and its tangent are compared with those of xla")
-@pytest.mark.parametrize("method", ["native", "xla"])
-def test_the_adjoint_is_the_transpose(comm, method):
-    acoustic = model(comm, method=method)
+@pytest.mark.parametrize("backend", ["native", "xla"])
+def test_the_adjoint_is_the_transpose(comm, backend):
+    acoustic = model(comm, backend=backend)
     run = lambda v, w, s: acoustic.propagate(v, w, SURVEY, s)
     mpigrad.dot_test(run, *point(acoustic), comm=comm, rtol=1e-12)
 

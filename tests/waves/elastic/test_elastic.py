@@ -49,14 +49,14 @@ def value_and_gradient(comm, source="explosive", kind="complete", **settings):
 
 @pytest.mark.thin(1)
 def test_kernels_agree_with_the_reference(comm):
-    got = value_and_gradient(comm, method="native")
-    case.compare(got[1:], value_and_gradient(comm, method="xla")[1:])
+    got = value_and_gradient(comm, backend="native")
+    case.compare(got[1:], value_and_gradient(comm, backend="xla")[1:])
 
 
 def test_kernels_agree_with_one_rank(comm, alone):
-    elastic, gathers, state, gradient = value_and_gradient(comm, method="native")
+    elastic, gathers, state, gradient = value_and_gradient(comm, backend="native")
     # The one-rank program has the whole arrays; a tile's memories are pieces of its.
-    _, gathers_alone, state_alone, gradient_alone = value_and_gradient(alone, method="native")
+    _, gathers_alone, state_alone, gradient_alone = value_and_gradient(alone, backend="native")
     case.compare(gathers, gathers_alone)
     case.compare(state, case.mine(elastic, {**case.arrays(), "state": state_alone})["state"])
     case.compare(
@@ -74,7 +74,7 @@ def test_kernels_agree_with_one_rank(comm, alone):
 @pytest.mark.ranks(2)
 def test_the_reference_is_batched_on_a_rank_without_points(comm):
     """By JAX's own vmap over wavelets: halos of its fields meet batched ones."""
-    xla, native = (case.model(comm, steps=4, method=method) for method in ("xla", "native"))
+    xla, native = (case.model(comm, steps=4, backend=backend) for backend in ("xla", "native"))
     near = Survey(np.array([[[21.7, 20.0]]]), np.array([[[25.0, 30.0]]]))  # on rank 0
     assert (len(make_scheme(xla, near).source_table.cells) == 0) == (comm.rank == 1)
     part = case.mine(xla, case.arrays())
@@ -136,16 +136,16 @@ def test_tiles_with_a_middle_are_one_rank(comm, alone, dims):
 
 
 def test_shares_of_the_gathers(comm):
-    _, share, *rest = value_and_gradient(comm, kind="share", method="native")
-    _, complete, *expected = value_and_gradient(comm, method="native")
+    _, share, *rest = value_and_gradient(comm, kind="share", backend="native")
+    _, complete, *expected = value_and_gradient(comm, backend="native")
     case.compare((comm.mpi.allreduce(np.asarray(share)), *rest), (complete, *expected))
 
 
 @pytest.mark.full("forces are also sources of the dot test and of the reciprocity test")
 @pytest.mark.parametrize("source", ["force_x", "force_y"])
 def test_forces(comm, source):
-    got = value_and_gradient(comm, source, method="native")
-    case.compare(got[1:], value_and_gradient(comm, source, method="xla")[1:])
+    got = value_and_gradient(comm, source, backend="native")
+    case.compare(got[1:], value_and_gradient(comm, source, backend="xla")[1:])
 
 
 KEPT = [
@@ -169,16 +169,16 @@ KEPT = [
     ],
 )
 def test_gradients_do_not_depend_on_checkpoints(comm, settings):
-    got = value_and_gradient(comm, method="native", **settings)
+    got = value_and_gradient(comm, backend="native", **settings)
     source = settings.get("source", "explosive")
     tolerance = 1e-12 if settings.get("checkpoints") == "boundary" else 1e-13
-    case.compare(got[1:], value_and_gradient(comm, source, method="native")[1:], tolerance)
+    case.compare(got[1:], value_and_gradient(comm, source, backend="native")[1:], tolerance)
 
 
 @pytest.mark.full("it tests jax.checkpoint around the scan, which other tests run without")
 def test_checkpoints_of_the_reference(comm):
-    got = value_and_gradient(comm, method="xla", checkpoints=5)
-    case.compare(got[1:], value_and_gradient(comm, method="xla")[1:], 1e-13)
+    got = value_and_gradient(comm, backend="xla", checkpoints=5)
+    case.compare(got[1:], value_and_gradient(comm, backend="xla")[1:], 1e-13)
 
 
 def relative(elastic, survey, part):
@@ -203,14 +203,14 @@ def relative(elastic, survey, part):
 
 @pytest.mark.ranks(1, 2, 3)
 def test_dot_test_of_the_linearised_run(comm):
-    elastic = case.model(comm, source="force_x", components=COMPONENTS, method="native")
+    elastic = case.model(comm, source="force_x", components=COMPONENTS, backend="native")
     run, zeros = relative(elastic, case.survey(), case.mine(elastic, case.arrays()))
     assert mpigrad.dot_test(run, *zeros, rtol=1e-12).error < 1e-12
 
 
 @pytest.mark.full("the dot test and the reference test the same derivatives")
 def test_taylor_test(comm):
-    elastic = case.model(comm, method="native")
+    elastic = case.model(comm, backend="native")
     run, zeros = relative(elastic, case.survey(), case.mine(elastic, case.arrays()))
     weights = jnp.asarray(np.random.default_rng(1).normal(size=(2, 2, 3, case.STEPS)))
 

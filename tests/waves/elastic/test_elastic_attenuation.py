@@ -128,7 +128,7 @@ def test_taylor_test(comm, name):
 
 @pytest.mark.thin(1)
 def test_infinite_quality_is_the_elastic_run(comm):
-    lossy, elastic = model(comm), model(comm, relaxation=None, method="native")
+    lossy, elastic = model(comm), model(comm, relaxation=None, backend="native")
     at = arrays(lossy)
     infinite = jnp.full(lossy.grid.local_shape, jnp.inf)
     at = {**at, "qp": infinite, "qs": infinite}

@@ -24,15 +24,15 @@ LONG = pytest.mark.long("it compiles the averages of a model on each rank, or th
 
 
 @functools.cache
-def on_one_rank(alone, method="xla", **settings):
+def on_one_rank(alone, backend="xla", **settings):
     """Gathers, last state and gradient of one rank."""
-    return case.value_and_gradient(case.model(alone, method=method, **settings))
+    return case.value_and_gradient(case.model(alone, backend=backend, **settings))
 
 
-def agrees_with_one_rank(comm, alone, axis, method="native", other="xla", common=None):
+def agrees_with_one_rank(comm, alone, axis, backend="native", other="xla", common=None):
     """Compare with a program on one rank. `common` are settings of both."""
     dims = None if axis is None else tuple(comm.size if a == axis else 1 for a in range(3))
-    elastic = case.model(comm, dims, method=method, **(common or {}))
+    elastic = case.model(comm, dims, backend=backend, **(common or {}))
     gathers, state, slope = case.value_and_gradient(elastic)
     gathers_alone, state_alone, slope_alone = on_one_rank(alone, other, **(common or {}))
     compare(gathers, gathers_alone)
@@ -89,7 +89,7 @@ def test_kernels_agree_with_the_reference_in_other_problems(comm, alone, common)
 )
 def test_kernels_do_not_depend_on_checkpoints_or_threads(comm, settings):
     common = {k: v for k, v in settings.items() if k in ("source", "pml")}
-    got = case.value_and_gradient(case.model(comm, method="native", **settings))
+    got = case.value_and_gradient(case.model(comm, backend="native", **settings))
     compare(got, on_one_rank(comm, "native", **common), 1e-13)
 
 
@@ -144,7 +144,7 @@ def test_tiles_with_a_middle_are_one_rank(comm, alone, dims, source):
 @pytest.mark.ranks(1)
 def test_kernels_in_single_precision(comm):
     """Within a few digits of double precision, in a fluid too."""
-    elastic = case.model(comm, method="native", source="explosive")
+    elastic = case.model(comm, backend="native", source="explosive")
     single = jax.tree.map(lambda x: x.astype("float32"), case.part(elastic))
 
     def energy(x):
@@ -159,14 +159,14 @@ def test_kernels_in_single_precision(comm):
 
 @LONG
 def test_dot_test(comm):
-    run, zeros = case.relative(case.model(comm, method="native"))
+    run, zeros = case.relative(case.model(comm, backend="native"))
     assert mpigrad.dot_test(run, zeros, comm=comm, rtol=1e-12).error < 1e-12
 
 
 @pytest.mark.ranks(1)
 def test_tangents_agree_with_the_reference(comm):
-    def tangent(method):
-        run, zeros = case.relative(case.model(comm, method=method, source="explosive"))
+    def tangent(backend):
+        run, zeros = case.relative(case.model(comm, backend=backend, source="explosive"))
         draw = np.random.default_rng(4)
         direction = jax.tree.map(lambda x: jnp.asarray(draw.normal(size=x.shape)), zeros)
         return jax.jvp(run, (zeros,), (direction,))
@@ -176,7 +176,7 @@ def test_tangents_agree_with_the_reference(comm):
 
 @pytest.mark.full("the dot test tests the same derivatives")
 def test_taylor_test(comm):
-    run, zeros = case.relative(case.model(comm, method="native", source="explosive"))
+    run, zeros = case.relative(case.model(comm, backend="native", source="explosive"))
     weights = jnp.asarray(np.random.default_rng(1).normal(size=(case.SHOTS, 4, 2, case.STEPS)))
 
     def objective(x):
@@ -189,7 +189,7 @@ def test_taylor_test(comm):
 @pytest.mark.full("other runs keep a state every two steps, the root of their number")
 def test_gradients_of_the_reference_do_not_depend_on_checkpoints(comm):
     got, *others = (
-        case.value_and_gradient(case.model(comm, method="xla", checkpoints=k))
+        case.value_and_gradient(case.model(comm, backend="xla", checkpoints=k))
         for k in (4, 2, "all")
     )
     for other in others:
@@ -200,7 +200,7 @@ def test_gradients_of_the_reference_do_not_depend_on_checkpoints(comm):
 @pytest.mark.parametrize(("checkpoints", "stored"), [(None, 3), ("all", 9)])
 def test_states_that_a_gradient_of_the_reference_stores(checkpoints, stored, comm):
     """By default those of √9 steps, and then of the steps between two of them."""
-    elastic = case.model(comm, method="xla", steps=9, checkpoints=checkpoints)
+    elastic = case.model(comm, backend="xla", steps=9, checkpoints=checkpoints)
     arrays = case.part(elastic) | {"wavelets": jnp.ones((case.SHOTS, 1, 9))}
 
     def energy(x):
@@ -217,8 +217,8 @@ def test_states_that_a_gradient_of_the_reference_stores(checkpoints, stored, com
 @LONG
 @pytest.mark.ranks(2)
 @pytest.mark.cases("xla", reason="other tests compare native runs on 2 ranks with one rank")
-@pytest.mark.parametrize("method", ["native", "xla"])
-def test_fields_that_do_not_vary_along_an_axis_are_those_of_two_axes(comm, alone, method):
+@pytest.mark.parametrize("backend", ["native", "xla"])
+def test_fields_that_do_not_vary_along_an_axis_are_those_of_two_axes(comm, alone, backend):
     """In the middle of that axis, to which nothing comes from the sides within the steps."""
     steps, cells, (hx, hy, hz) = 5, (9, 41, 8), (10.0, 11.0, 12.0)
     draw = np.random.default_rng(6)
@@ -230,7 +230,7 @@ def test_fields_that_do_not_vary_along_an_axis_are_those_of_two_axes(comm, alone
     common = {"dt": 1e-3, "steps": steps, "frequency": 15.0, "max_velocity": VP}
     elastic = Elastic(
         Grid((cells[0], cells[2]), (hx, hz), alone), pml=((2, 3), (0, 3)), components=("vx", "vy"),
-        method="native", **common,
+        backend="native", **common,
     )  # fmt: skip
     layers = [jnp.zeros((1, 4, 5, plane[1])), jnp.zeros((1, 4, plane[0], 3))]
     state = State(*(jnp.asarray(x) for x in flat), *layers)
@@ -240,7 +240,7 @@ def test_fields_that_do_not_vary_along_an_axis_are_those_of_two_axes(comm, alone
 
     grid = Grid(cells, (hx, hy, hz), comm, (comm.size, 1, 1))
     pml = ((2, 3), (0, 0), (0, 3))
-    volume = Elastic(grid, pml=pml, components=("vx", "vz"), method=method, **common)
+    volume = Elastic(grid, pml=pml, components=("vx", "vz"), backend=backend, **common)
     tile = volume.tile
     shape, begin = tile.shape, tile.origin[0] + 2
     own = lambda f: jnp.asarray(f)[:, begin : begin + shape[0], None]

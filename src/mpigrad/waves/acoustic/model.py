@@ -97,7 +97,7 @@ class Acoustic:
         same values up to rounding. A JAX program stores all fields.
     threads
         Number of threads of the native kernels on each rank. Default: 1.
-    method
+    backend
         "native" for the C++ kernels, or "xla" for a JAX program of the same scheme. Default:
         "native" if JAX computes on CPUs. Runs with a density are JAX programs.
     memory
@@ -141,7 +141,7 @@ class Acoustic:
     max_velocity: float | None = None
     checkpoints: Checkpoints = None
     threads: int | None = None
-    method: Literal["native", "xla"] | None = None
+    backend: Literal["native", "xla"] | None = None
     memory: Memory = None
 
     def __post_init__(self) -> None:
@@ -240,7 +240,7 @@ class Acoustic:
         density
             This rank's tile of the density in kg/m3, with the shape and dtype of the velocity.
             Only its ratios matter. Cells of the layers have the density of the nearest cell.
-            Default: constant. With a density the run is a JAX program, as with `method="xla"`.
+            Default: constant. With a density the run is a JAX program, as with `backend="xla"`.
 
         Returns
         -------

@@ -116,7 +116,7 @@ class Elastic:
         axes, and one state every sqrt(steps) steps on three.
     threads
         Number of threads of the native kernels on each rank. Default: 1.
-    method
+    backend
         "native" for the C++ kernels, or "xla" for a JAX program of the same scheme. The kernels
         have no free surface and no attenuation. Default: "native" if JAX computes on CPUs and the
         kernels have the case.
@@ -174,7 +174,7 @@ class Elastic:
     max_velocity: float | None = None
     checkpoints: Checkpoints = None
     threads: int | None = None
-    method: Literal["native", "xla"] | None = None
+    backend: Literal["native", "xla"] | None = None
     memory: Memory = None
     free_surface: Side | None = None
     relaxation: Relaxation | None = None
