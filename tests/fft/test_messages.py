@@ -25,7 +25,7 @@ def formula(shape, dims, rank, *, back=False):
     """
     axes = tuple(range(len(shape)))
     by = tuple((a,) if n > 1 else () for a, n in enumerate(dims))
-    plan = make_plan(Division(shape, dims, by), axes, (*["complex"] * (len(shape) - 1), "real"))
+    plan = make_plan(Division(shape, dims, by), axes, (*["fft"] * (len(shape) - 1), "rfft"))
     messages, size, word = 0, 0, 8
     for step in plan.steps:
         if isinstance(step, Transform):

@@ -124,7 +124,7 @@ def _group_communicator(
 # ---- The steps of a transform: local transforms, and exchanges that make further axes whole ----
 
 
-Kind = Literal["complex", "real", "cosine", "sine"]
+Kind = Literal["fft", "rfft", "dct", "dst"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -193,7 +193,7 @@ _MOST = 3  # XLA transforms at most three axes at once
 def make_plan(division: Division, axes: tuple[int, ...], kinds: tuple[Kind, ...]) -> Plan:
     """Plan the transform of `axes`, each of its kind.
 
-    Only the last of the axes may be of the kind "real".
+    Only the last of the axes may be of the kind "rfft".
 
     Raises
     ------
@@ -215,7 +215,7 @@ def make_plan(division: Division, axes: tuple[int, ...], kinds: tuple[Kind, ...]
             division, order = division.moved(first, target), after
         batch = _together(division, first, todo, kind_of)
         if order[-len(batch) :] != batch:
-            if set(order[-len(batch) :]) == set(batch) and kind_of[first] == "complex":
+            if set(order[-len(batch) :]) == set(batch) and kind_of[first] == "fft":
                 batch = order[-len(batch) :]
             elif order[-1] == first:
                 batch = (first,)
@@ -224,7 +224,7 @@ def make_plan(division: Division, axes: tuple[int, ...], kinds: tuple[Kind, ...]
                 steps.append(Reorder((order, after)))
                 order = after
         steps.append(Transform(kind_of[first], batch, division.shape[batch[-1]]))
-        if kind_of[first] == "real":
+        if kind_of[first] == "rfft":
             division = division.with_shape(first, division.shape[first] // 2 + 1)
         todo = [a for a in todo if a not in batch]
     if order != natural:
@@ -238,8 +238,8 @@ def _next_axis(division: Division, todo: list[int], kind_of: dict[int, Kind]) ->
     Transforms of real arrays come first, the one whose result is complex last of them. Among the
     others axes that are whole come first.
     """
-    walls = [a for a in todo if kind_of[a] in ("cosine", "sine")]
-    real = [a for a in todo if kind_of[a] == "real"]
+    walls = [a for a in todo if kind_of[a] in ("dct", "dst")]
+    real = [a for a in todo if kind_of[a] == "rfft"]
     some = walls or real or todo
     whole = [a for a in some if not division.by[a]]
     return (whole or some)[-1]
@@ -249,9 +249,9 @@ def _together(
     division: Division, first: int, todo: list[int], kind_of: dict[int, Kind]
 ) -> tuple[int, ...]:
     """Return the axes that one call transforms, with `first` as the last of them."""
-    if kind_of[first] in ("cosine", "sine"):
+    if kind_of[first] in ("dct", "dst"):
         return (first,)
-    whole = [a for a in todo if a != first and not division.by[a] and kind_of[a] == "complex"]
+    whole = [a for a in todo if a != first and not division.by[a] and kind_of[a] == "fft"]
     return (*whole[1 - _MOST :], first)
 
 
@@ -269,9 +269,6 @@ def _new_axis(division: Division, axis: int, todo: list[int]) -> int:
 
 
 # ---- The spectrum of a grid: what each rank has of it ----
-
-
-KINDS: dict[str, Kind] = {"fft": "complex", "dct": "cosine", "dst": "sine"}
 
 
 class Layout:
@@ -302,7 +299,7 @@ class Layout:
     axes
         The axes that are transformed, counted from 0.
     kinds
-        The transform of each of them: "complex", "real", "cosine" or "sine".
+        The transform of each of them. With `real` one of them is "rfft".
     plan
         The steps of the transform.
 
@@ -340,7 +337,7 @@ class Layout:
     @property
     def real(self) -> bool:
         """True if the fields are real and their spectrum is complex."""
-        return "real" in self.kinds
+        return "rfft" in self.kinds
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -380,7 +377,7 @@ class Layout:
         They are shaped as `modes`.
         """
         lengths = (self.grid.shape[a] * self.grid.spacing[a] for a in self.axes)
-        period = {"complex": 2 * math.pi, "real": 2 * math.pi, "cosine": math.pi, "sine": math.pi}
+        period = {"fft": 2 * math.pi, "rfft": 2 * math.pi, "dct": math.pi, "dst": math.pi}
         return tuple(
             np.asarray(modes * (period[kind] / length), np.float64)
             for modes, kind, length in zip(self.modes(), self.kinds, lengths, strict=True)
@@ -420,9 +417,9 @@ def _planned(
 
 
 def _modes(n: int, kind: Kind) -> NDArray[np.int64]:
-    if kind == "complex":
+    if kind == "fft":
         return np.rint(np.fft.fftfreq(n) * n).astype(np.int64)
-    return np.arange(n // 2 + 1) if kind == "real" else np.arange(n) + (kind == "sine")
+    return np.arange(n // 2 + 1) if kind == "rfft" else np.arange(n) + (kind == "dst")
 
 
 def _checked_axes(grid: Grid, axes: Sequence[int] | None) -> tuple[int, ...]:
@@ -442,16 +439,16 @@ def _checked_kinds(
     axes: tuple[int, ...], kinds: str | Sequence[str], real: bool
 ) -> tuple[Kind, ...]:
     names = (kinds,) * len(axes) if isinstance(kinds, str) else tuple(kinds)
-    if len(names) != len(axes) or not set(names) <= set(KINDS):
+    if len(names) != len(axes) or not set(names) <= {"fft", "dct", "dst"}:
         raise ValueError(
             f'fft: kinds must be "fft", "dct" or "dst" for each of {len(axes)} axes, got {kinds!r}.'
         )
-    found: list[Kind] = [KINDS[name] for name in names]
+    found: list[Any] = list(names)
     if real:
-        if "complex" not in found:
+        if "fft" not in found:
             raise ValueError(
                 "fft: real=True is for transforms along at least one periodic axis, got only "
                 f"{names}. Leave real out: the spectrum of walls is real."
             )
-        found[len(found) - 1 - found[::-1].index("complex")] = "real"
+        found[len(found) - 1 - found[::-1].index("fft")] = "rfft"
     return tuple(found)

@@ -65,7 +65,7 @@ def gradient(u: Any, layout: Layout) -> tuple[Any, ...]:
     >>> bool(jnp.allclose(du, jnp.cos(x), atol=1e-5))
     True
     """
-    if {"cosine", "sine"} & set(layout.kinds):
+    if {"dct", "dst"} & set(layout.kinds):
         raise ValueError(
             f"fft.gradient: expected periodic axes, got {layout!r}. The derivative of "
             "cosines is made of sines: multiply the spectrum, and invert it in the other layout."
@@ -162,7 +162,7 @@ def dealias(spectrum: Any, layout: Layout) -> Any:
     keep: Any = np.True_
     for axis, kind, modes in zip(layout.axes, layout.kinds, layout.modes(), strict=True):
         cells = layout.grid.shape[axis]
-        limit = cells / 3 if kind in ("complex", "real") else 2 * cells / 3
+        limit = cells / 3 if kind in ("fft", "rfft") else 2 * cells / 3
         keep = keep & (np.abs(modes) < limit)
     keep = keep.reshape(keep.shape + (1,) * (jnp.ndim(spectrum) - keep.ndim))
     return jnp.where(keep, spectrum, 0)
@@ -274,7 +274,7 @@ class Helmholtz(Preconditioner):
     @property
     def is_singular(self) -> bool:
         """True if the operator maps constants to zero."""
-        return self.shift == 0 and "sine" not in self.layout.kinds
+        return self.shift == 0 and "dst" not in self.layout.kinds
 
     def __call__(self, f: Any) -> Any:
         """Return the inverse times this rank's tile of a field, of shape (lx, ly, *rest)."""
@@ -317,7 +317,7 @@ class Helmholtz(Preconditioner):
         found = []
         for axis, kind in zip(self.layout.axes, self.layout.kinds, strict=True):
             n, h = self.layout.grid.shape[axis], self.layout.grid.spacing[axis]
-            k = (np.pi if kind == "cosine" else 2 * np.pi) / (n * h)
+            k = (np.pi if kind == "dct" else 2 * np.pi) / (n * h)
             if n > 1:
                 found.append((2 * np.sin(k * h / 2) / h) ** 2 if self.stencil else k**2)
         return self.diffusivity * min(found, default=1.0)

@@ -121,26 +121,26 @@ def _local_steps(x: Any, steps: tuple[Any, ...], back: bool) -> Any:
 
 def _forward_step(x: Any, step: Any) -> Any:
     match step:
-        case Transform("complex", axes):
+        case Transform("fft", axes):
             return local.fft(as_array(x, _complex(x)), len(axes))
-        case Transform("real", axes):
+        case Transform("rfft", axes):
             return local.rfft(x, len(axes))
-        case Transform("cosine"):
+        case Transform("dct"):
             return local.dct(x)
-        case Transform("sine"):
+        case Transform("dst"):
             return local.dst(x)
     return _reorder(x, step, back=False)
 
 
 def _inverse_step(x: Any, step: Any) -> Any:
     match step:
-        case Transform("complex", axes):
+        case Transform("fft", axes):
             return local.ifft(as_array(x, _complex(x)), len(axes))
-        case Transform("real", axes, n):
+        case Transform("rfft", axes, n):
             return local.irfft(as_array(x, _complex(x)), len(axes), n)
-        case Transform("cosine"):
+        case Transform("dct"):
             return local.idct(x)
-        case Transform("sine"):
+        case Transform("dst"):
             return local.idst(x)
     return _reorder(x, step, back=True)
 
@@ -188,7 +188,7 @@ def _factor(layout: Layout, norm: Norm | None, powers: dict[str, float]) -> floa
     name = norm or "backward"
     if name not in powers:
         raise ValueError(f'fft: norm must be "backward", "ortho" or "forward", got {norm!r}.')
-    if name != "backward" and {"cosine", "sine"} & set(layout.kinds):
+    if name != "backward" and {"dct", "dst"} & set(layout.kinds):
         raise ValueError(
             f'fft: transforms between walls have the norm "backward" only, got {norm!r}. Leave '
             "norm out and scale the result."
