@@ -1,5 +1,5 @@
 // The acoustic wave equation on three axes, u_tt = c^2 (u_xx + u_yy + u_zz + s), with convolutional
-// absorbing layers. reference3d.py describes the step. Along each axis i, layers filter both derivatives:
+// absorbing layers. reference.py describes the step. Along each axis i, layers filter both derivatives:
 // D is the filtered second derivative, with the memory p of the inner filter, and the outer filter with
 // the memory z makes k D + z of it. p lies between the cells and acts along the axis, z in the cells.
 //

@@ -285,8 +285,8 @@ def point_transfers(scheme: Scheme, table: PointTable, n_points: int) -> tuple[T
 #
 # With a density rho, w_xx + phi_x becomes rho times the derivative of (1/rho) w_x + (1/rho) phi.
 # 1/rho is constant in time, so it commutes with the filter of the layers. They are exact for any
-# density before discretisation, and phi and psi do not depend on it. `buoyancy.py` says how 1/rho
-# is discretised.
+# density before discretisation, and phi and psi do not depend on it. The section on buoyancies says
+# how 1/rho is discretised.
 
 
 def propagate_plane(
@@ -355,7 +355,7 @@ def propagate_plane(
 #
 # Outside of the layers of an axis D is the second derivative of w along this axis, and p = z = 0.
 # In the layers, D is d/dx (1/s) d/dx of w, and k D + z is 1/s of it, with the filter 1/s of
-# `layer_filter.py`. p and its derivatives lie between the cells. This is a convolutional layer
+# `absorbing.py`. p and its derivatives lie between the cells. This is a convolutional layer
 # (Roden and Gedney 2000) in the form for second derivatives (Pasalic and McGarry 2010). The
 # product of the steps is symmetric up to factors in the layers, so waves in the model are
 # reciprocal.
