@@ -297,7 +297,7 @@ def pencils(cells: int, dims: tuple[int, int], gradient: bool, word: int = 8) ->
     """
     shape, mesh = (cells,) * 3, (*dims, 1)
     by = tuple((axis,) if n > 1 else () for axis, n in enumerate(mesh))
-    plan = make_plan(Division(shape, mesh, by), (0, 1, 2), ("complex", "complex", "real"))
+    plan = make_plan(Division(shape, mesh, by), (0, 1, 2), ("fft", "fft", "rfft"))
     places = [sorted({0, min(1, n - 1), n - 1}) for n in dims]
     most = Sent()
     for i, j in itertools.product(*places):

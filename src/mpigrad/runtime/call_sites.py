@@ -60,6 +60,7 @@ def utf8_end(text: str, room: int) -> bytes:
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 _JAX = os.path.join("site-packages", "jax") + os.sep
 _INSTALLED = tuple(f"{sysconfig.get_path(name)}{os.sep}" for name in ("stdlib", "purelib"))
+_PACKAGES = tuple(f"{os.sep}{name}{os.sep}" for name in ("site-packages", "dist-packages"))
 
 # Directories of other libraries, whose lines are not the user's.
 _library_directories: list[str] = []
@@ -131,6 +132,10 @@ def _is_outside(name: str) -> bool:
     return not inside and not name.startswith("<frozen") and name != contextlib.__file__
 
 
+def _is_installed(name: str) -> bool:
+    return name.startswith(_INSTALLED) or any(folder in name for folder in _PACKAGES)
+
+
 def _outside(frame: FrameType | None) -> FrameType | None:
     """Return the innermost frame outside the library, starting from this frame."""
     while frame is not None and not _is_outside(frame.f_code.co_filename):
@@ -164,7 +169,7 @@ def program_line(places: Iterable[tuple[str, int]]) -> str:
     Lines of the program's own files come before lines of installed packages. "" for an empty stack.
     """
     outside = [place for place in places if _is_outside(place[0])]
-    own = [place for place in outside if not place[0].startswith(_INSTALLED)]
+    own = [place for place in outside if not _is_installed(place[0])]
     candidates = own or outside
     return _text(*candidates[0]) if candidates else ""
 
@@ -178,7 +183,7 @@ def call_site_of(places: Iterable[tuple[str, int]]) -> int:
     JAX keeps only the innermost part of a stack. If it has no line of the program's own files, this
     is the line that is executed now: the call that compiles the function.
     """
-    own = [place for place in places if not place[0].startswith(_INSTALLED)]
+    own = [place for place in places if not _is_installed(place[0])]
     text = program_line(own) or program_line(_stack())
     if text and text not in _loop_ids:
         _loop_ids[text] = _add(text, "")
