@@ -15,6 +15,7 @@ import mpigrad as mg
 from helpers import close
 from launching import run
 from mpigrad.communicator import Communicator
+from mpigrad.guard.failure import current_board
 from product_space import prove, prove_second_order
 
 
@@ -141,8 +142,13 @@ def test_wrong_use(comm: Communicator) -> None:
     x = jnp.ones(3)
     request = mg.isend(x, MPI.PROC_NULL, comm=comm)
     mg.wait(request)
+    board = current_board()
+    assert board is not None
+    mine = board.slots[board.own_index]
+    known = int(mine["counts_invalid"])
     with pytest.raises(jax.errors.JaxRuntimeError, match="already waited for"):
         mg.wait(request)
+    assert int(mine["counts_invalid"]) == known  # the guard still proves what it proved
     outside = mg.isend(x, MPI.PROC_NULL, comm=comm)
     with pytest.raises(ValueError, match="Call post and wait in one function"):
         mg.grad(lambda x: (jnp.sum(x), mg.wait(outside))[0])(x)
