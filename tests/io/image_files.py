@@ -19,7 +19,7 @@ def read_image(path: pathlib.Path, ndim: int) -> dict[str, NDArray[Any]]:
     shape = [stop - start + last for start, stop in _ends(image.attrib["WholeExtent"], ndim)]
     fields: dict[str, NDArray[Any]] = {}
     for array in data:
-        components = int(array.attrib["NumberOfComponents"])
+        components = int(array.get("NumberOfComponents", 1))
         kind = array.attrib["type"].lower()
         fields[array.attrib["Name"]] = np.ma.masked_all((*shape, components), kind)
     for piece in image.findall("Piece"):
@@ -60,7 +60,7 @@ def _read_piece(
     shape = [stop - start + last for start, stop in _ends(piece.attrib["Extent"], ndim)]
     found = {}
     for array in piece[0]:
-        offset, components = int(array.attrib["offset"]), int(array.attrib["NumberOfComponents"])
+        offset, components = int(array.attrib["offset"]), int(array.get("NumberOfComponents", 1))
         size = int.from_bytes(rest[offset : offset + 8], "little")
         raw = rest[offset + 8 : offset + 8 + size]
         kind = np.dtype(array.attrib["type"].lower()).newbyteorder("<")

@@ -70,8 +70,10 @@ class DataArray:
     def attributes(self) -> str:
         """The attributes of the element of the array."""
         kind = self.values.dtype.name.capitalize().replace("Uint", "UInt")
-        components = self.values.shape[1] if self.values.ndim == 2 else 1
-        return f'type="{kind}" Name={quoteattr(self.name)} NumberOfComponents="{components}"'
+        text = f'type="{kind}" Name={quoteattr(self.name)}'
+        if self.values.ndim == 2:  # meshio reads one component as an axis of length one
+            text += f' NumberOfComponents="{self.values.shape[1]}"'
+        return text
 
     def length(self, encoding: Encoding) -> int:
         """Return the number of bytes that `write` writes."""
