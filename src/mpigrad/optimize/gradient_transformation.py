@@ -136,7 +136,8 @@ class Optax(Method):
         if float(length) == 0 and norm > math.sqrt(largest):
             raise ValueError(
                 "Optax: the step is zero, because squares of the gradient, whose norm is "
-                f"{norm:.0e}, overflow. Divide f by a number near {norm:.0e}, or give clip."
+                f"{norm:.0e}, overflow, or because the learning rate is zero. Divide f by a number "
+                f"near {norm:.0e}, or give clip."
             )
         point = objective.evaluate_along(state.x, direction, 1.0)
         return OptaxState(point.x, point.gradient, point.loss, point.norm, float(length), inner)

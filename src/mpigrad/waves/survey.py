@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import math
+import operator
 import warnings
 from collections.abc import Sequence
 
@@ -166,6 +167,7 @@ def ricker(
             f"allows at most {0.5 / dt:.4g} Hz. Give the frequency in Hz and dt in s.",
             stacklevel=2,
         )
+    steps = operator.index(steps)
     t = np.arange(steps) * dt - (1.5 / frequency if peak_time is None else peak_time)
     a = (math.pi * frequency * t) ** 2
     return (1 - 2 * a) * np.exp(-a)

@@ -320,6 +320,27 @@ def test_default_solver():
     assert default_solver(rtol=1e-5) == expected
     assert default_solver(rtol=1e-5, dtype="float32") == own
     assert type(default_solver(symmetric=False)) is GMRES
+    assert default_solver(dtype=float) == default_solver(dtype="float64") == default_solver()
+
+
+@dataclasses.dataclass(frozen=True)
+class Mine(PCG):
+    """A method with an `__init__` and iterations of its own."""
+
+    def __init__(self, tolerance):
+        super().__init__(rtol=tolerance)
+
+    def iterate(self, system):
+        return super().iterate(system)
+
+
+@pytest.mark.ranks(1)
+def test_what_auto_means_in_a_subclass():
+    assert Mine(1e-6).for_matrix.preconditioner == Jacobi()
+    assert Mine(1e-6).for_function.preconditioner is None
+    pattern = Pattern.from_coo([0, 1], [0, 1], 2)
+    x = solve(Matrix(pattern, jnp.array([2.0, 4.0])), jnp.ones(2), Mine(1e-9)).value
+    close(x, jnp.array([0.5, 0.25]))
 
 
 @pytest.mark.parametrize("kind", [PCG])

@@ -75,8 +75,8 @@ def newton(
         The first guess: this rank's part, a real array of any shape.
     solver
         The `LinearSolver` of the linear systems, as in `solve`. Default: GMRES, with multigrid if
-        hypre is available, else with Jacobi's preconditioner, and without a preconditioner if there
-        is no matrix.
+        hypre is available and x0 is in float64, else with Jacobi's preconditioner, and without a
+        preconditioner if there is no matrix.
     args
         The parameters of F, a tuple or a list: arrays, or pytrees of arrays.
     pattern

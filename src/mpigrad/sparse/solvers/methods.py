@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import abc
+import copy
 import dataclasses
 from typing import Any, ClassVar, Literal, final
 
@@ -10,7 +11,7 @@ import jax
 
 from mpigrad.sparse.matrix.pattern import Pattern
 from mpigrad.sparse.solvers.krylov import LinearSystem, Outcome, bicgstab, gmres, pcg
-from mpigrad.sparse.solvers.preconditioners import BoomerAMG, Preconditioner, sealed
+from mpigrad.sparse.solvers.preconditioners import BoomerAMG, Jacobi, Preconditioner, sealed
 
 __all__ = [
     "GMRES",
@@ -215,6 +216,10 @@ def check_diagonal(pattern: Pattern, name: str) -> None:
 # iterations
 
 
+def _is_auto(preconditioner: Any) -> bool:
+    return isinstance(preconditioner, str) and preconditioner == "auto"
+
+
 @dataclasses.dataclass(frozen=True)
 class Krylov(LinearSolver):
     """The settings that all Krylov methods have.
@@ -232,7 +237,8 @@ class Krylov(LinearSolver):
         by mpigrad itself, and faster than PFMG. `Jacobi()`, by mpigrad itself: it takes any
         floating-point type and needs no library, but the number of iterations grows with the number
         of rows along a side of the grid. A `Preconditioner` of your own. None: no preconditioner.
-        "auto": `BoomerAMG()` for a matrix, and none for a function in place of a matrix.
+        "auto": `BoomerAMG()` for a matrix, or `Jacobi()` in a subclass with iterations of its own.
+        None for a function in place of a matrix.
 
     Examples
     --------
@@ -251,7 +257,7 @@ class Krylov(LinearSolver):
     def __post_init__(self) -> None:
         name, preconditioner = type(self).__name__, self.preconditioner
         check_steps(name, self.rtol, self.max_steps)
-        if preconditioner == "auto":
+        if _is_auto(preconditioner):
             return
         if not isinstance(preconditioner, Preconditioner | None):
             raise TypeError(
@@ -271,12 +277,15 @@ class Krylov(LinearSolver):
 
     @property
     def for_matrix(self) -> Krylov:
-        return self._with(BoomerAMG())
+        return self._with(Jacobi() if self.hypre_method is None else BoomerAMG())
 
     def _with(self, meaning: Preconditioner | None) -> Krylov:
         """Return the method with what "auto" means."""
-        auto = self.preconditioner == "auto"
-        return dataclasses.replace(self, preconditioner=meaning) if auto else self
+        if not _is_auto(self.preconditioner):
+            return self
+        method = copy.copy(self)  # a subclass may have an __init__ with other arguments
+        object.__setattr__(method, "preconditioner", meaning)
+        return method
 
     @property
     def transposed(self) -> Krylov:

@@ -253,7 +253,7 @@ def _checked(solver: Any) -> LinearSolver:
         name = type(solver).__name__
         raise TypeError(
             f"solve: {solver.preconditioner!r} needs a matrix, got a function. Write "
-            f"{name}(), and give the preconditioner as a function: "
+            f"{name}(preconditioner=None), and give the preconditioner as a function: "
             "Operator(f, inverse=lambda r: r / diagonal)."
         )
     check_hashable(solver)

@@ -101,6 +101,7 @@ def default_solver(
     >>> default_solver(rtol=1e-6).rtol
     1e-06
     """
+    dtype = np.dtype(dtype)
     stencil = None if pattern is None or boxmg.why_not(pattern) else pattern.stencil
     if dtype == np.float64 and symmetric and stencil is not None:
         # PFMG is the default on grids with three axes (docs/decisions/0078).
@@ -142,8 +143,9 @@ def solve(
         shapes, all of it one right-hand side.
     solver
         `PCG(...)`, `GMRES(...)`, `BiCGStab(...)`, `Multigrid(...)` or a `LinearSolver` of your own.
-        Default: `default_solver(pattern=A.pattern, dtype=A.values.dtype)`. With a function in place
-        of a matrix the default is `GMRES()`, and a preconditioner is part of the `Operator`.
+        Default: `default_solver(pattern=A.pattern, dtype=...)`, with the common dtype of A and b.
+        With a function in place of a matrix the default is `GMRES()`, and a preconditioner is part
+        of the `Operator`.
     x0
         The first guess, in the shape of b. Default: zeros. No derivative is taken with respect to
         it: the solution does not depend on it. Or `Guesses`: the solutions of earlier solves, from
@@ -198,7 +200,8 @@ def solve(
     plain = x0 is not None and guesses is None
     x0 = jax.lax.stop_gradient(as_array(x0)) if plain else None
     if solver is None and isinstance(A, Matrix):
-        solver = default_solver(pattern=A.pattern, dtype=A.values.dtype)
+        common = jnp.promote_types(A.values.dtype, b.dtype)
+        solver = default_solver(pattern=A.pattern, dtype=common)
     _check(A, b, x0 if plain else b, solver)
     assert solver is not None
     solver = solver.for_matrix
@@ -330,6 +333,11 @@ def _check(A: Any, b: jax.Array, x0: jax.Array, solver: Any) -> None:
 def _check_solver(solver: LinearSolver, pattern: Pattern, dtype: Any) -> None:
     check_hashable(solver)
     preconditioner = solver.preconditioner
+    if not isinstance(preconditioner, Preconditioner | None):
+        raise TypeError(
+            f"solve: the preconditioner of {type(solver).__name__} must be a Preconditioner or "
+            f"None for a matrix, got {preconditioner!r}. Return such a solver from `for_matrix`."
+        )
     if preconditioner is not None and preconditioner.needs_diagonal:
         check_diagonal(pattern, type(preconditioner).__name__)
     _BACKENDS[solver.backend].check(solver, pattern, dtype)
