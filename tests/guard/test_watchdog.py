@@ -210,3 +210,9 @@ class _InPython(json.JSONDecoder):
     def __init__(self, **settings: object) -> None:
         super().__init__(**settings)  # type: ignore[arg-type]
         self.scan_once = json.scanner.py_make_scanner(self)  # type: ignore[attr-defined]
+
+
+@pytest.mark.ranks(1)
+def test_packages_of_another_environment_are_not_the_users_lines() -> None:
+    package = os.path.join("/elsewhere", "lib", "site-packages", "solver", "loop.py")
+    assert program_line([(package, 7), ("/home/user/program.py", 3)]).endswith("program.py:3")

@@ -329,10 +329,12 @@ class Layout:
         axes: Sequence[int] | None = None,
         kinds: str | Sequence[str] = "fft",
     ) -> None:
-        axes = None if axes is None else tuple(axes)
-        kinds = kinds if isinstance(kinds, str) else tuple(kinds)
         self.grid = grid
-        self.axes, self.kinds, self.plan = _planned(grid, bool(real), axes, kinds)
+        self.axes = _checked_axes(grid, axes)
+        self.kinds = _checked_kinds(self.axes, kinds, real)
+        settings = bool(real), self.axes, self.kinds
+        assert_same_on_all_ranks(grid.comm, settings, "fft.Layout: real, axes and kinds")
+        self.plan = _planned(grid, self.axes, self.kinds)
 
     @property
     def real(self) -> bool:
@@ -402,18 +404,18 @@ class Layout:
 
 
 @functools.cache
-def _planned(
-    grid: Grid, real: bool, axes: Any, kinds: Any
-) -> tuple[tuple[int, ...], tuple[Kind, ...], Plan]:
-    """Return the checked axes and kinds, and the plan. The first call is collective."""
-    axes = _checked_axes(grid, axes)
-    kinds = _checked_kinds(axes, kinds, real)
-    settings = bool(real), axes, kinds
-    assert_same_on_all_ranks(grid.comm, settings, "fft.Layout: real, axes and kinds")
+def _planned(grid: Grid, axes: tuple[int, ...], kinds: tuple[Kind, ...]) -> Plan:
+    """Return the plan. The first call is collective."""
     plan = make_plan(Division.of_tiles(grid), axes, kinds)
     for step in plan.exchanges:
         step.division.communicator(grid.comm, step.gather)
-    return axes, kinds, plan
+    return plan
+
+
+@functools.cache
+def known_layout(grid: Grid, real: bool, axes: tuple[int, ...] | None, kinds: str) -> Layout:
+    """Return the layout of these arguments, which the ranks compare at the first call only."""
+    return Layout(grid, real, axes, kinds)
 
 
 def _modes(n: int, kind: Kind) -> NDArray[np.int64]:

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from mpigrad.fft import local
-from mpigrad.fft.layout import Exchange, Layout, Reorder, Transform
+from mpigrad.fft.layout import Exchange, Layout, Reorder, Transform, known_layout
 from mpigrad.fft.local import redistribute
 from mpigrad.grid.grid import Grid
 from mpigrad.operations.local_programs import as_array, jit_local
@@ -307,12 +307,12 @@ def fftn(a: Any, grid: Grid, axes: Sequence[int] | None = None, norm: Norm | Non
     >>> fft.fftn(jnp.ones(grid.local_shape), grid)[0, 0]
     Array(16.+0.j, dtype=complex64)
     """
-    return forward(a, Layout(grid, axes=axes), norm)
+    return forward(a, _layout(grid, axes), norm)
 
 
 def ifftn(a: Any, grid: Grid, axes: Sequence[int] | None = None, norm: Norm | None = None) -> Any:
     """Return the inverse of `fftn`: complex fields on the tiles of `grid`."""
-    return inverse(a, Layout(grid, axes=axes), norm)
+    return inverse(a, _layout(grid, axes), norm)
 
 
 def rfftn(a: Any, grid: Grid, axes: Sequence[int] | None = None, norm: Norm | None = None) -> Any:
@@ -330,12 +330,12 @@ def rfftn(a: Any, grid: Grid, axes: Sequence[int] | None = None, norm: Norm | No
     >>> fft.rfftn(jnp.ones(grid.local_shape), grid).shape
     (4, 4)
     """
-    return forward(a, Layout(grid, real=True, axes=axes), norm)
+    return forward(a, _layout(grid, axes, real=True), norm)
 
 
 def irfftn(a: Any, grid: Grid, axes: Sequence[int] | None = None, norm: Norm | None = None) -> Any:
     """Return the inverse of `rfftn`: real fields on the tiles of `grid`."""
-    return inverse(a, Layout(grid, real=True, axes=axes), norm)
+    return inverse(a, _layout(grid, axes, real=True), norm)
 
 
 def fft(a: Any, grid: Grid, axis: int = -1, norm: Norm | None = None) -> Any:
@@ -367,12 +367,12 @@ def dctn(a: Any, grid: Grid, axes: Sequence[int] | None = None) -> Any:
     The parameters are those of `fftn`, the convention is that of `scipy.fft.dctn`, and the layout
     is `Layout(grid, axes=axes, kinds="dct")`.
     """
-    return forward(a, Layout(grid, axes=axes, kinds="dct"))
+    return forward(a, _layout(grid, axes, kinds="dct"))
 
 
 def idctn(a: Any, grid: Grid, axes: Sequence[int] | None = None) -> Any:
     """Return the inverse of `dctn`."""
-    return inverse(a, Layout(grid, axes=axes, kinds="dct"))
+    return inverse(a, _layout(grid, axes, kinds="dct"))
 
 
 def dstn(a: Any, grid: Grid, axes: Sequence[int] | None = None) -> Any:
@@ -381,9 +381,15 @@ def dstn(a: Any, grid: Grid, axes: Sequence[int] | None = None) -> Any:
     The parameters are those of `fftn`, the convention is that of `scipy.fft.dstn`, and the layout
     is `Layout(grid, axes=axes, kinds="dst")`.
     """
-    return forward(a, Layout(grid, axes=axes, kinds="dst"))
+    return forward(a, _layout(grid, axes, kinds="dst"))
 
 
 def idstn(a: Any, grid: Grid, axes: Sequence[int] | None = None) -> Any:
     """Return the inverse of `dstn`."""
-    return inverse(a, Layout(grid, axes=axes, kinds="dst"))
+    return inverse(a, _layout(grid, axes, kinds="dst"))
+
+
+def _layout(
+    grid: Grid, axes: Sequence[int] | None, real: bool = False, kinds: str = "fft"
+) -> Layout:
+    return known_layout(grid, real, None if axes is None else tuple(axes), kinds)

@@ -30,9 +30,6 @@ __all__ = [
     "write_pieces",
 ]
 
-# ---- Files that are complete at any time: one file, or one for each rank and an index of them
-
-
 # ---- Write files that are complete at any time, even if the job is killed while it writes ----
 
 

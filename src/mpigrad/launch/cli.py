@@ -19,10 +19,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
 from mpigrad._version import __version__
-from mpigrad.launch import hosts as slurm
 from mpigrad.launch import launcher
 from mpigrad.launch.applications import Application, application, application_names
-from mpigrad.launch.hosts import Host, place_ranks, read_hosts
+from mpigrad.launch.hosts import Host, place_ranks, read_hosts, slurm
 from mpigrad.runtime.world import MPIError, world_around
 
 __all__ = [
@@ -368,7 +367,7 @@ def _print_script(
         _refuse(
             "--hosts: the batch system places the ranks. Leave --hosts out with --print-script."
         )
-    print(slurm.slurm(words, name, ranks, options.timeout, requeue=requeue), end="")
+    print(slurm(words, name, ranks, options.timeout, requeue=requeue), end="")
     return 0
 
 

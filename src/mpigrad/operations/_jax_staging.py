@@ -46,9 +46,6 @@ __all__ = [
     "wrap_call",
 ]
 
-# ---- Keep messages at their place in programs that JAX splits, and in custom rules ----
-
-
 # ---- Keep messages at their place when JAX splits a program into a known and an unknown part
 #
 # JAX does so to linearize a program, and executes the known part early. Messages, and calls with

@@ -31,10 +31,6 @@ __all__ = [
     "widths_of",
 ]
 
-# ---- Absorbing layers of waves: widths, damping profiles, filters, and tiles extended by
-# layers
-
-
 # ---- Perfectly matched layers: widths, damping profiles, and tiles extended by layers ----
 
 

@@ -22,9 +22,6 @@ __all__ = [
     "ricker",
 ]
 
-# ---- Surveys: positions of sources and receivers, and source time functions ----
-
-
 # ---- Positions of the sources and receivers of a survey ----
 
 

@@ -125,9 +125,6 @@ def refuse_overflow(
     return info.at[..., 0].set(jnp.where(over, Result.TOO_LARGE, result).astype(info.dtype))
 
 
-# ---- Solves by iterations written in JAX: how they run, what they return, and their errors ----
-
-
 # ---- Errors of solves that failed, the same on every rank ----
 
 

@@ -345,7 +345,7 @@ def _check_solver(solver: LinearSolver, pattern: Pattern, dtype: Any) -> None:
 
 
 # ---- the primitive: (values (1 or B, nnz), b, x0, values_id, null, carrier) -> x, info, vectors,
-# with the shapes of run. x0 may also be the vectors of guesses, shape (B, 2 k,
+# with the shapes of `jax_backend.run`. x0 may also be the vectors of guesses, shape (B, 2 k,
 # n_local). Then `vectors` are those for the next solve. Otherwise k = 0. `null` has orthonormal
 # null vectors, shape (1 or B, 1 or 2, k, n_local): right ones, and left ones if they differ ----
 
