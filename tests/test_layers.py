@@ -21,7 +21,8 @@ FLOORS = (
     ("guard",),
     ("communicator",),
     ("collective_errors", "operations", "profiling"),
-    ("autodiff", "compilation", "grid", "loops", "sharding"),
+    ("autodiff", "compilation", "extend"),
+    ("grid", "loops", "sharding"),
     ("checkpoint", "jobs", "sparse", "torch", "waves"),
     ("fft", "io", "optimize", "training"),
     ("fem",),
@@ -31,6 +32,13 @@ FLOORS = (
     ("launch",),
     ("__main__", "mpigrad_apps"),
 )
+# The core, whose rooms know each other's files. All rooms above it import doors only: a package or a
+# module at the top, by the names that it exports.
+CORE = {
+    *("_version", "solution", "_lazy", "runtime", "guard", "communicator", "collective_errors"),
+    *("operations", "profiling", "autodiff", "compilation", "extend"),
+    *("_start", "__init__", "launch", "__main__"),
+}
 FLOOR = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
 
 pytestmark = pytest.mark.ranks(1)
@@ -75,6 +83,51 @@ def test_imports_point_downwards() -> None:
         if room(module) != room(other) and FLOOR[room(module)] <= FLOOR[room(other)]
     ]
     assert not wrong
+
+
+def below_a_door(file: pathlib.Path, own_room: str, known: dict[str, pathlib.Path]) -> list[str]:
+    """The imports of a file from other rooms that are not names of a door."""
+    found = []
+    for node in ast.walk(ast.parse(file.read_text())):
+        if not isinstance(node, ast.ImportFrom) or not (node.module or "").startswith("mpigrad."):
+            continue
+        if room(node.module) == own_room:
+            continue
+        door = known.get(node.module)
+        is_door = door is not None and (door.name == "__init__.py" or door.parent.name == "mpigrad")
+        names = importlib.import_module(node.module).__all__ if is_door else ()
+        found += [f"{node.module}.{a.name}" for a in node.names if a.name not in names]
+    return found
+
+
+def test_rooms_above_the_core_import_doors_only() -> None:
+    known = modules()
+    above = {m: file for m, file in known.items() if room(m) not in {*CORE, "mpigrad_apps"}}
+    assert len(above) > 100
+    wrong = [f"{m}: {x}" for m, file in above.items() for x in below_a_door(file, room(m), known)]
+    assert not wrong
+    assert below_a_door(known["mpigrad.autodiff.transforms"], "autodiff", known)  # it would be seen
+
+
+def test_rules_of_jax_are_registered_in_operations_only() -> None:
+    pattern = re.compile(
+        r"\bPrimitive\(|register_lowering|primitive_(jvps|transposes|batchers)|jax\._src|_jax_"
+        r"|jax\.interpreters"
+    )
+    checks = {  # of JAX's private parts, which say what is missing
+        *("mpigrad.autodiff.self_check", "mpigrad.launch.selftest", "mpigrad.launch.doctor"),
+        *("mpigrad._start", "mpigrad.compilation.compiler"),
+    }
+    found = {m for m, file in modules().items() if pattern.search(file.read_text())} - checks
+    assert {m for m in found if room(m) not in ("operations", "extend", "autodiff")} == set()
+    assert len(found) > 10
+
+
+def test_the_page_names_all_of_extend() -> None:
+    page = (SOURCES.parent / "docs" / "extend.md").read_text()
+    rows = re.findall(r"^\| (`.*?) \|", page, re.M)
+    names = re.findall(r"`(\w+)`", " ".join(rows))
+    assert sorted(names) == sorted(importlib.import_module("mpigrad.extend").__all__)
 
 
 def test_no_modules_import_each_other_in_a_circle() -> None:

@@ -8,7 +8,7 @@
 # Arguments are for tests/run.py. All environments get the same wheel of mpigrad.
 set -eu
 
-table=src/mpigrad/runtime/jax_versions.py
+table=src/mpigrad/_version.py
 release() { sed -n "s/^$1 = (\([0-9]*\), *\([0-9]*\)).*/\1.\2/p" "$table"; }
 case "$JAX" in
     oldest) JAX=$(release OLDEST) ;;

@@ -13,6 +13,7 @@ from mpigrad.runtime.world import is_command as _is_command
 
 if TYPE_CHECKING:
     from mpigrad import checkpoint as checkpoint
+    from mpigrad import extend as extend
     from mpigrad import fem as fem
     from mpigrad import fft as fft
     from mpigrad import grid as grid
@@ -102,6 +103,7 @@ _NAMES = {
     "default_communicator": "communicator",
     "dot_test": "autodiff.gradient_checks",
     "exscan": "operations.collectives",
+    "extend": "",
     "fem": "",
     "fft": "",
     "from_sharded": "sharding",

@@ -19,7 +19,19 @@ from mpigrad.guard import board
 from mpigrad.runtime.call_sites import call_site, describe
 from mpigrad.runtime.native import DERIVATIVE_SPACES, library
 
-__all__ = ["Cartesian", "Communicator", "default_communicator"]
+__all__ = [
+    "HANDSHAKE_TAG",
+    "SWAP_TAG",
+    "BlockingCall",
+    "Cartesian",
+    "Communicator",
+    "check_rank",
+    "default_communicator",
+    "derivative_slot",
+    "resolve",
+    "tangent_space",
+    "world",
+]
 
 
 class BlockingCall:

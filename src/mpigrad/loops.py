@@ -18,8 +18,8 @@ import jax
 import jax.numpy as jnp
 
 from mpigrad.communicator import Communicator
-from mpigrad.operations import _jax_compat as compat
-from mpigrad.operations.checks import assert_replicated
+from mpigrad.extend import has_messages
+from mpigrad.operations import assert_replicated
 
 __all__ = ["Budget", "Checkpoints", "history", "map_blocks", "scan"]
 
@@ -231,7 +231,7 @@ def map_blocks(f: Callable[..., Any], *points: Any, size: int) -> Any:
     def block(*row: Any) -> Any:  # f may be a method of unhashable arrays
         return f(*row)
 
-    if compat.has_messages(jax.make_jaxpr(block)(*points).effects):
+    if has_messages(jax.make_jaxpr(block)(*points).effects):
         raise ValueError(
             "map_blocks: the function sends messages. Ranks may have different numbers of blocks, "
             "so send the messages before or after map_blocks."

@@ -5,9 +5,11 @@ from __future__ import annotations
 import dataclasses
 import functools
 import zlib
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.core
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
@@ -15,18 +17,16 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceShardin
 
 from mpigrad.collective_errors import assert_same_on_all_ranks, raise_on_all_ranks
 from mpigrad.communicator import Communicator, resolve
-from mpigrad.guard.settings import guard_enabled
-from mpigrad.operations._jax_compat import (
-    Primitive,
-    ShapedArray,
-    ad,
-    batching,
+from mpigrad.extend import (
+    CARRIER,
+    Activity,
     concrete_value,
-    mlir,
-    sharded_aval,
+    keep_in_backward,
+    outer_carrier,
+    primitive,
 )
-from mpigrad.operations.carrier import keep_in_backward, outer_carrier
-from mpigrad.operations.collectives import allreduce, bcast
+from mpigrad.guard import guard_enabled
+from mpigrad.operations import allreduce, bcast
 
 __all__ = ["from_sharded", "to_sharded"]
 
@@ -146,7 +146,7 @@ def to_sharded(x: Any, mesh: Mesh, spec: PartitionSpec, comm: Communicator | Non
     layout = _layout(mesh, spec, x.ndim, comm)
     if layout.replicas is not None and guard_enabled():
         _check_replicas(np.asarray(value), layout, comm)
-    return to_sharded_p.bind(x, outer_carrier(), layout=layout)
+    return to_sharded_p.bind(x, outer_carrier(), layout=layout)[0]
 
 
 def from_sharded(x: Any, comm: Communicator | None = None) -> Any:
@@ -206,7 +206,7 @@ def from_sharded(x: Any, comm: Communicator | None = None) -> Any:
     found = f"shape {x.shape}, dtype {x.dtype}, {sharding.spec} and mesh {dict(mesh.shape)}"
     assert_same_on_all_ranks(comm, found, "from_sharded: x and its sharding")
     layout = _layout(mesh, sharding.spec, x.ndim, comm)
-    y = from_sharded_p.bind(x, layout=layout)
+    (y,) = from_sharded_p.bind(x, layout=layout)
     if isinstance(y, Tracer):
         keep_in_backward(y)  # a rank that does not use it takes part in the backward pass, too
     return y
@@ -287,81 +287,119 @@ def _check_replicas(value: np.ndarray, layout: _Layout, comm: Communicator) -> N
 
 # ---- the two primitives, and how one is the transpose of the other ----
 
-to_sharded_p = Primitive("mpigrad_to_sharded")
-from_sharded_p = Primitive("mpigrad_from_sharded")
 
-
-def _to_global(x: Any, a: Any, *, layout: _Layout) -> jax.Array:
+def _to_global(x: Any, a: Any, *, layout: _Layout) -> list[jax.Array]:
     shape = tuple(n * p for n, p in zip(x.shape, layout.parts(x.ndim), strict=True))
     x = jax.device_put(x, layout.device)  # zeros of a tangent may be elsewhere
-    return jax.make_array_from_single_device_arrays(shape, layout.sharding, [x])
+    return [jax.make_array_from_single_device_arrays(shape, layout.sharding, [x])]
 
 
-def _to_local(x: Any, *, layout: _Layout) -> jax.Array:
+def _to_local(x: Any, *, layout: _Layout) -> list[jax.Array]:
     if x.is_fully_addressable and layout.size > 1:  # zeros that JAX made on this rank
-        return x[layout.sharding.addressable_devices_indices_map(x.shape)[layout.device]]
+        return [x[layout.sharding.addressable_devices_indices_map(x.shape)[layout.device]]]
     if not x.sharding.is_equivalent_to(layout.sharding, x.ndim):  # a cotangent that JAX placed
         x = jax.device_put(x, layout.sharding)
     own = x.addressable_data(0)
     # On one rank the shard of JAX keeps the sharding of the whole.
     alone = SingleDeviceSharding(layout.device)
-    return jax.make_array_from_single_device_arrays(own.shape, alone, [own])
+    return [jax.make_array_from_single_device_arrays(own.shape, alone, [own])]
 
 
-def _global_aval(x: Any, a: Any, *, layout: _Layout) -> Any:
+def _global_shape(x: Any, a: Any, *, layout: _Layout) -> list[Any]:
     shape = tuple(n * p for n, p in zip(x.shape, layout.parts(x.ndim), strict=True))
-    return sharded_aval(shape, x.dtype, layout.sharding)
+    return [jax.core.ShapedArray(shape, x.dtype, sharding=_explicit(layout.sharding, x.ndim))]
 
 
-def _local_aval(x: Any, *, layout: _Layout) -> Any:
+def _explicit(sharding: NamedSharding, ndim: int) -> NamedSharding:
+    """Return the part of a sharding along the explicit axes of its mesh, as JAX's types have it."""
+    mesh = sharding.mesh.abstract_mesh
+    explicit = []
+    for entry in (*sharding.spec, *(None,) * (ndim - len(sharding.spec))):
+        names = () if entry is None else entry if isinstance(entry, tuple) else (entry,)
+        explicit.append(tuple(name for name in names if name in mesh.explicit_axes) or None)
+    return NamedSharding(mesh, PartitionSpec(*explicit))
+
+
+def _local_shape(x: Any, *, layout: _Layout) -> list[Any]:
     shape = tuple(n // p for n, p in zip(x.shape, layout.parts(x.ndim), strict=True))
-    return ShapedArray(shape, x.dtype)
+    return [jax.ShapeDtypeStruct(shape, x.dtype)]
 
 
-def _to_jvp(primals: Any, tangents: Any, *, layout: _Layout) -> Any:
-    y = to_sharded_p.bind(*primals, layout=layout)
-    if all(type(t) is ad.Zero for t in tangents) or not jnp.issubdtype(y.dtype, jnp.inexact):
-        return y, ad.Zero.from_primal_value(y)
-    t, ta = map(ad.instantiate_zeros, tangents)
-    if layout.replicas is not None:
-        t = bcast(t, 0, layout.replicas)
-    return y, to_sharded_p.bind(t, ta, layout=layout)
+def _differentiate(
+    operands: Sequence[Any], params: dict[str, Any], activity: Activity
+) -> tuple[list[Any], Any, Callable[..., list[Any]]]:
+    (y,) = to_sharded_p.bind(*operands, **params)
+    layout: _Layout = params["layout"]
+    x = jax.typeof(operands[0])
+
+    def tangent(residuals: Any, tangents: Sequence[Any]) -> list[Any]:
+        t, ta = tangents
+        if (t is None and ta is None) or not jnp.issubdtype(x.dtype, jnp.inexact):
+            return [None]
+        t = jnp.zeros(x.shape, x.dtype) if t is None else t
+        ta = jnp.zeros((), CARRIER.dtype) if ta is None else ta
+        if layout.replicas is not None:
+            t = bcast(t, 0, layout.replicas)
+        return to_sharded_p.bind(t, ta, **params)
+
+    return [y], (), tangent
 
 
-def _to_transpose(ct: Any, x: Any, a: Any, *, layout: _Layout) -> Any:
-    cts: list[Any] = [None, None]
-    if ad.is_undefined_primal(x):
-        own = from_sharded_p.bind(ct, layout=layout)
-        is_owner = layout.owners[layout.rank] == layout.rank
-        cts[0] = own if layout.replicas is None else jnp.where(is_owner, own, 0)
-    if ad.is_undefined_primal(a):
-        cts[1] = jnp.zeros((), a.aval.dtype)
-    return cts
+def _to_transpose(
+    cotangents: Sequence[Any],
+    operands: Sequence[Any],
+    linear: tuple[bool, ...],
+    params: dict[str, Any],
+) -> list[Any]:
+    layout: _Layout = params["layout"]
+    back = None
+    if linear[0]:
+        (back,) = from_sharded_p.bind(cotangents[0], layout=layout)
+        if layout.replicas is not None:
+            back = jnp.where(layout.owners[layout.rank] == layout.rank, back, 0)
+    return [back, jnp.zeros((), CARRIER.dtype)]
 
 
-def _from_transpose(ct: Any, x: Any, *, layout: _Layout) -> Any:
+def _from_transpose(
+    cotangents: Sequence[Any],
+    operands: Sequence[Any],
+    linear: tuple[bool, ...],
+    params: dict[str, Any],
+) -> list[Any]:
+    (ct,) = cotangents
+    layout: _Layout = params["layout"]
     if layout.replicas is not None:
         ct = allreduce(ct, comm=layout.replicas)
-    return [to_sharded_p.bind(ct, outer_carrier(), layout=layout)]
+    return to_sharded_p.bind(ct, outer_carrier(), layout=layout)
 
 
-def _refuse(name: str, by: str) -> Any:
-    def rule(*args: Any, **params: Any) -> Any:
+def _refusal(name: str, by: str) -> Any:
+    def refuse(*args: Any, **params: Any) -> Any:
         raise ValueError(
             f"{name}: it cannot be {by}. A compiled program is either of one rank or of "
             f"all devices. Call {name} outside, and compile the parts before and after it."
         )
 
-    return rule
+    return refuse
 
 
-to_sharded_p.def_impl(_to_global)
-to_sharded_p.def_abstract_eval(_global_aval)
-ad.primitive_jvps[to_sharded_p] = _to_jvp
-ad.primitive_transposes[to_sharded_p] = _to_transpose
-from_sharded_p.def_impl(_to_local)
-from_sharded_p.def_abstract_eval(_local_aval)
-ad.deflinear2(from_sharded_p, _from_transpose)
-for _primitive, _name in ((to_sharded_p, "to_sharded"), (from_sharded_p, "from_sharded")):
-    batching.primitive_batchers[_primitive] = _refuse(_name, "batched by vmap")
-    mlir.register_lowering(_primitive, _refuse(_name, "compiled by jax.jit"))
+to_sharded_p = primitive(
+    "to_sharded",
+    shapes=_global_shape,
+    run=_refusal("to_sharded", "compiled by jax.jit"),
+    impl=_to_global,
+    messages=False,
+    differentiate=_differentiate,
+    transpose=_to_transpose,
+    batch=_refusal("to_sharded", "batched by vmap"),
+)
+from_sharded_p = primitive(
+    "from_sharded",
+    shapes=_local_shape,
+    run=_refusal("from_sharded", "compiled by jax.jit"),
+    impl=_to_local,
+    messages=False,
+    differentiate="linear",
+    transpose=_from_transpose,
+    batch=_refusal("from_sharded", "batched by vmap"),
+)

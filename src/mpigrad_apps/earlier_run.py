@@ -5,7 +5,7 @@ from __future__ import annotations
 import pathlib
 from typing import Any
 
-from mpigrad.runtime.earlier_run import EarlierRun, earlier_run_error, last_record, last_save
+from mpigrad.runtime import EarlierRun, earlier_run_error, last_record, last_save
 
 __all__ = ["OutputCheck"]
 

@@ -15,13 +15,12 @@ import numpy as np
 
 from mpigrad import optimize
 from mpigrad.checkpoint import Checkpoint
-from mpigrad.checkpoint.manifest import name_in_errors
 from mpigrad.collective_errors import call_on_root, raise_on_all_ranks
 from mpigrad.communicator import Communicator
 from mpigrad.grid import Grid
-from mpigrad.io.files import write_atomically
 from mpigrad.optimize import LBFGS, LBFGSB, MinimizeError, Result, minimize
-from mpigrad.profiling.progress_bar import Progress
+from mpigrad.profiling import Progress
+from mpigrad.runtime import name_in_errors, write_atomically
 from mpigrad_apps.grace import hold_grace_time
 from mpigrad_apps.output_directory import remove_saves
 

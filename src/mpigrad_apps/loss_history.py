@@ -8,7 +8,7 @@ import pathlib
 from collections.abc import Sequence
 from typing import Any
 
-from mpigrad.io.files import write_atomically
+from mpigrad.runtime import write_atomically
 from mpigrad_apps.report import Picture, curve
 
 __all__ = ["draw_history"]

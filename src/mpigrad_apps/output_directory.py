@@ -13,7 +13,7 @@ from typing import Any
 
 from mpigrad.collective_errors import raise_on_all_ranks
 from mpigrad.communicator import Communicator
-from mpigrad.io.files import write_atomically
+from mpigrad.runtime import write_atomically
 
 __all__ = ["prepare_output", "remove_saves", "resume_settings"]
 

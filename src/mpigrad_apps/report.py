@@ -17,7 +17,7 @@ import numpy as np
 from mpi4py import MPI
 from numpy.typing import NDArray
 
-from mpigrad.io.files import write_atomically
+from mpigrad.runtime import write_atomically
 
 __all__ = [
     "Panel",

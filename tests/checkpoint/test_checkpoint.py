@@ -23,6 +23,7 @@ from mpigrad.checkpoint import Checkpoint, Store, Stripes, manifest
 from mpigrad.communicator import Communicator
 from mpigrad.grid import Grid
 from mpigrad.optimize import minimize
+from mpigrad.runtime import sync_directory
 
 ROWS = 11
 
@@ -329,8 +330,8 @@ def test_an_error_behind_the_rename_leaves_a_store_that_works(comm, directory, m
     store.save(1, np.zeros(2))
     for step, broken in ((2, "sync"), (3, "rename")):
         if broken == "sync":
-            failing = Failing(manifest.sync_directory, lambda path: path == directory, errno.EIO, 1)
-            monkeypatch.setattr(manifest, "sync_directory", failing)
+            failing = Failing(sync_directory, lambda path: path == directory, errno.EIO, 1)
+            monkeypatch.setattr("mpigrad.checkpoint.store.sync_directory", failing)
             with pytest.raises(OSError, match="save-000002 is complete, but the disk does not"):
                 store.save(step, np.full(2, float(step)))
         else:

@@ -17,8 +17,8 @@ from mpi4py import MPI
 
 import mpigrad as mg
 from mpigrad import sparse
+from mpigrad.extend import keep_in_order
 from mpigrad.grid import Grid, halo_exchange
-from mpigrad.operations.optimization_barrier import keep_in_order
 
 jax.config.update("jax_enable_x64", True)
 rank, size = MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size

@@ -1,6 +1,6 @@
 """Restart files of long runs: atomic, verified, and readable on another count of ranks."""
 
-from mpigrad.checkpoint.layout import Stripes
+from mpigrad.checkpoint.layout import Stripes, leaf_from_bytes, leaf_to_bytes
 from mpigrad.checkpoint.schedule import (
     Checkpoint,
     CheckpointSession,
@@ -18,5 +18,7 @@ __all__ = [
     "Snapshot",
     "Store",
     "Stripes",
+    "leaf_from_bytes",
+    "leaf_to_bytes",
     "listen",
 ]

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from mpigrad.collective_errors import raise_on_all_ranks
 from mpigrad.communicator import Communicator
-from mpigrad.grid.grid import Grid
+from mpigrad.grid import Grid
 
 __all__ = [
     "Layout",
@@ -29,6 +29,8 @@ __all__ = [
     "is_kind",
     "is_number",
     "kind_of",
+    "leaf_from_bytes",
+    "leaf_to_bytes",
     "local_shape",
     "parse",
     "text_of",
@@ -135,6 +137,33 @@ def to_leaf(numbers: NDArray[Any], like: Any) -> Any:
             numbers.item()
         )  # weakly typed as before, so that no program is compiled again
     return jnp.array(numbers)
+
+
+def leaf_to_bytes(leaf: Any) -> NDArray[np.uint8]:
+    """Return an array or random keys as bytes, which `leaf_from_bytes` reads.
+
+    Examples
+    --------
+    >>> import jax.numpy as jnp
+    >>> from mpigrad.checkpoint import leaf_from_bytes, leaf_to_bytes
+    >>> leaf_from_bytes(leaf_to_bytes(jnp.arange(3.0)), like=jnp.zeros(3))
+    Array([0., 1., 2.], dtype=float32)
+    """
+    return to_host(leaf).reshape(-1).view(np.uint8)
+
+
+def leaf_from_bytes(data: NDArray[np.uint8], like: Any) -> Any:
+    """Return the leaf that `leaf_to_bytes` wrote, with the type and shape of `like`.
+
+    Examples
+    --------
+    >>> import jax
+    >>> from mpigrad.checkpoint import leaf_from_bytes, leaf_to_bytes
+    >>> keys = jax.random.split(jax.random.key(0), 2)
+    >>> bool((leaf_from_bytes(leaf_to_bytes(keys), like=keys) == keys).all())
+    True
+    """
+    return to_leaf(data.view(dtype_of(kind_of(like))).reshape(local_shape(like)), like)
 
 
 # ---- The layout of a tree: the part of each array that a rank holds ----

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import errno
 import hashlib
 import json
 import os
@@ -28,6 +26,7 @@ from mpigrad.checkpoint.layout import (
     to_host,
     to_leaf,
 )
+from mpigrad.runtime import name_in_errors
 
 __all__ = [
     "FORMAT",
@@ -36,40 +35,12 @@ __all__ = [
     "RankFile",
     "check_file",
     "file_name",
-    "name_in_errors",
     "read_leaves",
     "read_manifest",
     "read_patiently",
-    "sync_directory",
     "write_leaves",
     "write_manifest",
 ]
-
-# ---- Errors of files that name the file: those of write, fsync and close have no name ----
-
-
-@contextlib.contextmanager
-def name_in_errors(path: str | os.PathLike[str]) -> Iterator[None]:
-    """Add a path to an error of this block that has an error number but does not name a file.
-
-    Examples
-    --------
-    >>> import errno, os
-    >>> from mpigrad.checkpoint.manifest import name_in_errors
-    >>> try:
-    ...     with name_in_errors("saves"):
-    ...         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-    ... except OSError as error:
-    ...     print(error)
-    [Errno 28] No space left on device: 'saves'
-    """
-    try:
-        yield
-    except OSError as error:
-        if error.errno is not None and error.filename is None:
-            error.filename = str(pathlib.Path(path))
-        raise
-
 
 # ---- The manifest of a save: its step, its leaves, and the hashes of all its files, as JSON ----
 
@@ -166,19 +137,6 @@ def file_name(rank: int) -> str:
 
 def _digest(body: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
-
-
-def sync_directory(directory: pathlib.Path) -> None:
-    """Wait until the entries of a directory are on the disk."""
-    with name_in_errors(directory):
-        handle = os.open(directory, os.O_RDONLY)
-        try:
-            os.fsync(handle)
-        except OSError as error:
-            if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # the file system cannot do it
-                raise
-        finally:
-            os.close(handle)
 
 
 def read_manifest(directory: pathlib.Path) -> Manifest:

@@ -25,7 +25,7 @@ from mpigrad.checkpoint.manifest import DamagedSaveError, Manifest, name_in_erro
 from mpigrad.checkpoint.owner import Owner
 from mpigrad.collective_errors import call_on_root, raise_on_all_ranks
 from mpigrad.communicator import Communicator, resolve
-from mpigrad.runtime.earlier_run import earlier_run_error, last_save
+from mpigrad.runtime import earlier_run_error, last_save, sync_directory
 
 __all__ = ["Snapshot", "Store"]
 
@@ -220,7 +220,7 @@ class Store:
         try:
             with raise_on_all_ranks(self.comm):
                 file = manifests.write_leaves(unfinished, identity, self.comm.rank, leaves, tree)
-                manifests.sync_directory(unfinished)
+                sync_directory(unfinished)
             written = self.comm.mpi.gather(file)
             with raise_on_all_ranks(self.comm):
                 if written is not None:
@@ -315,7 +315,7 @@ class Store:
     def _finish(self, unfinished: pathlib.Path, manifest: Manifest) -> str:
         """Make the save complete. Return what went wrong after that, or an empty string."""
         manifests.write_manifest(unfinished, manifest)
-        manifests.sync_directory(unfinished)
+        sync_directory(unfinished)
         path = self._path(self._newest + 1)
         try:
             os.rename(unfinished, path)
@@ -327,7 +327,7 @@ class Store:
         with contextlib.suppress(OSError):
             (path / _OWNER).unlink()
         try:
-            manifests.sync_directory(self.directory)
+            sync_directory(self.directory)
         except OSError as error:
             return f"{path} is complete, but the disk does not confirm it: {error}"
         return ""
@@ -474,7 +474,7 @@ def _make(directory: pathlib.Path) -> None:
     missing = [d for d in (directory, *directory.parents) if not d.exists()]
     directory.mkdir(parents=True, exist_ok=True)
     for made in missing:
-        manifests.sync_directory(made.parent)
+        sync_directory(made.parent)
 
 
 def _free(path: pathlib.Path) -> pathlib.Path:

@@ -11,10 +11,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from mpigrad.extend import as_array, jit_local, tie_in
 from mpigrad.fem.integrals import cell_values, sum_over_cells
 from mpigrad.fem.space import Space
-from mpigrad.operations.carrier import tie_in
-from mpigrad.operations.local_programs import as_array, jit_local
 from mpigrad.sparse import Matrix
 
 __all__ = ["Equation", "Term"]

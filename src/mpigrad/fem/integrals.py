@@ -11,15 +11,12 @@ import jax.numpy as jnp
 import numpy as np
 from numpy.typing import NDArray
 
+from mpigrad.extend import KeptArray, as_array, index_array, take
 from mpigrad.fem.cells import FacetRule, Rule, cell_rule, facet_rule, reference_cell, tabulate
 from mpigrad.fem.mesh import Facets, Mesh
 from mpigrad.fem.space import Space
 from mpigrad.fem.tracing import AtPoints
-from mpigrad.operations.local_programs import as_array, take
-from mpigrad.operations.native_targets import KeptArray
-from mpigrad.sparse.matrix.ghost_exchange import index_array
-from mpigrad.sparse.matrix.multilinear import TrilinearContraction, add_up, select
-from mpigrad.sparse.matrix.products import ghost_values
+from mpigrad.sparse import Selection
 
 __all__ = [
     "Blocks",
@@ -170,21 +167,18 @@ def cell_values(space: Space, u: Any) -> jax.Array:
         )
     # The axis of one component is here in the leading axes, as the field may lack it.
     lead = (*space.cell_nodes.shape, *[1] * (2 - u.ndim))
-    return select(_selection(space), u, ghost_values(space.nodes.exchange, u), lead)
+    return _selection(space)(u, lead)
 
 
 def sum_over_cells(space: Space, contributions: jax.Array) -> jax.Array:
     """Add up contributions (n_cells, n_basis, components) at the nodes (collective)."""
-    sums = add_up(_selection(space), contributions, space.shape[1:])
-    return space.nodes.exchange.accumulate(sums)
+    return _selection(space).add_up(contributions, space.shape[1:])
 
 
-def _selection(space: Space) -> TrilinearContraction:
-    def make() -> TrilinearContraction:
-        n = space.nodes.n_local + space.nodes.n_ghosts
-        return TrilinearContraction.selection(space.cell_nodes.ravel(), n)
-
-    return space.cached("selection", make)
+def _selection(space: Space) -> Selection:
+    return space.cached(
+        "selection", lambda: Selection(space.nodes.exchange, space.cell_nodes.ravel())
+    )
 
 
 # ---- Sums over the quadrature points of cells and facets: fields, residuals and element

@@ -15,12 +15,11 @@ from numpy.typing import ArrayLike, NDArray
 
 from mpigrad.collective_errors import raise_error, raise_on_all_ranks
 from mpigrad.communicator import Communicator, check_rank
+from mpigrad.extend import index_array, take
 from mpigrad.fem.cells import reference_cell
 from mpigrad.fem.numbering import Numbering, Route, group_rows
 from mpigrad.fem.write import Grid, write_grid
 from mpigrad.operations import neighbor_alltoallv
-from mpigrad.operations.local_programs import take
-from mpigrad.sparse.matrix.ghost_exchange import index_array
 
 __all__ = [
     "FacetTable",

@@ -14,11 +14,10 @@ from mpi4py import MPI
 from numpy.typing import ArrayLike, NDArray
 
 from mpigrad.collective_errors import assert_same_on_all_ranks, raise_error, raise_on_all_ranks
+from mpigrad.extend import index_array, take
 from mpigrad.fem.cells import ReferenceCell, reference_cell
 from mpigrad.fem.space import Space
 from mpigrad.operations import allgatherv
-from mpigrad.operations.local_programs import take
-from mpigrad.sparse.matrix.ghost_exchange import index_array
 
 __all__ = [
     "FoundPoints",

@@ -15,17 +15,14 @@ from scipy.sparse import coo_array
 from scipy.sparse.csgraph import connected_components
 
 from mpigrad.collective_errors import raise_on_all_ranks
+from mpigrad.extend import as_array, jit_local, two_norms
 from mpigrad.fem.equation import Equation
 from mpigrad.fem.mesh import Mesh
 from mpigrad.fem.space import Space
 from mpigrad.operations import require
-from mpigrad.operations.local_programs import as_array, jit_local
-from mpigrad.operations.norms import two_norms
 from mpigrad.solution import Solution
-from mpigrad.sparse import BoomerAMG, Matrix, NullSpace, default_solver, newton
+from mpigrad.sparse import BoomerAMG, LinearSolver, Matrix, NullSpace, default_solver, newton
 from mpigrad.sparse import solve as solve_linear
-from mpigrad.sparse.solvers.methods import LinearSolver
-from mpigrad.sparse.solvers.nullspace import as_nullspace, orthogonal
 
 __all__ = [
     "FreeMode",
@@ -261,7 +258,7 @@ def solve(
         found = solve_linear(A, b, solver, nullspace=_flattened(null), throw=throw)
         u = _moved(start, found.value)
         if null is not None and u0 is not None:
-            u = orthogonal(null.vectors, u, space.mesh.comm)
+            u = null.remove_from(u, space.mesh.comm)
         return dataclasses.replace(found, value=u)
 
     if free_modes(space, mask):
@@ -355,7 +352,7 @@ def _check_field(space: Space, name: str, field: Any) -> None:
 
 def _null_space(space: Space, mask: np.ndarray, given: Any) -> NullSpace | None:
     """Return the null space as lists of fields, or None if nothing is free."""
-    null = as_nullspace(given)
+    null = given if isinstance(given, NullSpace) else NullSpace(given)
 
     def fields(vectors: Any) -> Any:
         if not isinstance(vectors, str):
@@ -423,7 +420,7 @@ def _require_regular(
         moved = A @ as_array(mode.values.reshape(-1), A.dtype)
         rest = whole = as_array(mode.values, A.dtype)
         if given:
-            rest = orthogonal(given, whole, comm)
+            rest = NullSpace(given).remove_from(whole, comm)
         vectors = (moved, A.diagonal(), whole.reshape(-1), rest.reshape(-1))
         change, diagonal, size, outside = two_norms(*jax.lax.stop_gradient(vectors), comm=comm)
         require(

@@ -7,9 +7,9 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from mpigrad.extend import Array, Float
 from mpigrad.fem.equation import Equation
 from mpigrad.fem.solving import solve
-from mpigrad.runtime.shapes import Array, Float
 from mpigrad.solution import Solution
 
 __all__ = ["Motion", "newmark_step", "start_motion", "theta_step"]

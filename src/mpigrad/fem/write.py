@@ -12,11 +12,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mpigrad.collective_errors import assert_same_on_all_ranks, raise_on_all_ranks
-from mpigrad.communicator import Communicator
 from mpigrad.fem.cells import reference_cell
 from mpigrad.fem.numbering import Numbering
-from mpigrad.io.files import check_name, check_path, write_pieces
-from mpigrad.io.vtk import DataArray, index_text, write_piece
+from mpigrad.io import write_vtu
 
 __all__ = ["Grid", "vtk_order", "write_grid"]
 
@@ -97,41 +95,45 @@ def write_grid(
     either
         Fields of nodes or of cells, whose shape says which.
     """
-    comm = grid.nodes.comm
-    path = check_path(function, path, comm, ".pvtu")
     by_shape = _sort_by_shape(function, grid, either or {})
-    at_points = _check(function, comm, {**points, **by_shape[0]}, grid.nodes.n_local, "own node")
-    at_cells = _check(function, comm, {**cells, **by_shape[1]}, len(grid.cells), "cell")
+    own = {**points, **by_shape[0]}
+    _check_nodes(function, grid, own)
     # Only nodes of this rank's cells are in its piece.
     used, connectivity = np.unique(grid.cells, return_inverse=True)
-    connectivity = connectivity.reshape(grid.cells.shape)[:, vtk_order(grid.cell_type, grid.degree)]
-    n_cells, width = grid.cells.shape
-    coordinates = np.zeros((len(used), 3))
-    coordinates[:, : grid.points.shape[1]] = grid.points[used]
-    sections = {
-        "PointData": [
-            DataArray.of(name, grid.nodes.append_ghosts(field)[used])
-            for name, field in at_points.items()
-        ],
-        "CellData": [DataArray.of(name, field) for name, field in at_cells.items()],
-        "Points": [DataArray("Points", coordinates)],
-        "Cells": [
-            DataArray("connectivity", connectivity.astype(np.int64).reshape(-1)),
-            DataArray("offsets", width * np.arange(1, n_cells + 1, dtype=np.int64)),
-            DataArray("types", np.full(n_cells, grid.vtk_type, np.uint8)),
-        ],
-    }
-    piece = f'NumberOfPoints="{len(used)}" NumberOfCells="{n_cells}"'
-    write_pieces(
-        comm,
+    order = vtk_order(grid.cell_type, grid.degree)
+    write_vtu(
         path,
-        ".vtu",
-        lambda file: write_piece(file, "UnstructuredGrid", "", piece, sections, "base64"),
-        lambda directory: index_text(
-            "UnstructuredGrid", 'GhostLevel="0"', ["{}"] * comm.size, sections, directory
-        ),
-        directory="vtu-pieces",
+        grid.points[used],
+        connectivity.reshape(grid.cells.shape)[:, order],
+        grid.vtk_type,
+        point_fields={
+            name: grid.nodes.append_ghosts(np.asarray(field))[used] for name, field in own.items()
+        },
+        cell_fields={**cells, **by_shape[1]},
+        comm=grid.nodes.comm,
+        function=function,
     )
+
+
+def _check_nodes(function: str, grid: Grid, fields: Mapping[str, Any]) -> None:
+    """Raise an error on all ranks if a field does not have one row for each own node."""
+    comm, rows = grid.nodes.comm, grid.nodes.n_local
+    with raise_on_all_ranks(comm):
+        for name, field in fields.items():
+            shape, dtype = np.shape(field), np.asarray(field).dtype
+            if dtype.kind not in "biuf":
+                raise TypeError(
+                    f"{function}: expected real numbers of 32 or 64 bits or bools, got dtype "
+                    f"{dtype} for {name!r} on rank {comm.rank}. Convert the field."
+                )
+            if len(shape) not in (1, 2) or shape[0] != rows or 0 in shape[1:]:
+                raise ValueError(
+                    f"{function}: expected one row for each own node of rank {comm.rank}, {rows} "
+                    f"in all, got shape {shape} for {name!r}. Give this rank's part of the field, "
+                    "of shape (n,) or (n, components)."
+                )
+    kinds = [(str(name), str(np.asarray(f).dtype), np.shape(f)[1:]) for name, f in fields.items()]
+    assert_same_on_all_ranks(comm, kinds, f"{function}: names, dtypes and components of fields")
 
 
 def _sort_by_shape(
@@ -157,28 +159,3 @@ def _sort_by_shape(
                 )
             (points if at_points else cells)[name] = field
     return points, cells
-
-
-def _check(
-    function: str, comm: Communicator, fields: Mapping[str, Any], rows: int, what: str
-) -> dict[str, NDArray[Any]]:
-    """Return fields as arrays, or raise an error on all ranks (collective)."""
-    arrays: dict[str, NDArray[Any]] = {}
-    with raise_on_all_ranks(comm):
-        for name, field in fields.items():
-            array = np.asarray(field)
-            if array.dtype.kind not in "biuf" or array.dtype.itemsize not in (1, 4, 8):
-                raise TypeError(
-                    f"{function}: expected real numbers of 32 or 64 bits or bools, got dtype "
-                    f"{array.dtype} for {name!r} on rank {comm.rank}. Convert the field."
-                )
-            if array.ndim not in (1, 2) or array.shape[0] != rows or 0 in array.shape[1:]:
-                raise ValueError(
-                    f"{function}: expected one row for each {what} of rank {comm.rank}, {rows} in "
-                    f"all, got shape {array.shape} for {name!r}. Give this rank's part of the "
-                    "field, of shape (n,) or (n, components)."
-                )
-            arrays[check_name(function, name)] = array
-    kinds = [(name, str(a.dtype), a.shape[1:]) for name, a in arrays.items()]
-    assert_same_on_all_ranks(comm, kinds, f"{function}: names, dtypes and components of fields")
-    return arrays

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from mpigrad.collective_errors import assert_same_on_all_ranks
 from mpigrad.communicator import Communicator
-from mpigrad.grid.grid import Grid
+from mpigrad.grid import Grid
 
 __all__ = [
     "Division",

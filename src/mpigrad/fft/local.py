@@ -12,11 +12,7 @@ import numpy as np
 from jax.lax import FftType
 
 from mpigrad.communicator import Communicator, derivative_slot
-from mpigrad.operations import _jax_compat as compat
-from mpigrad.operations._jax_compat import Primitive, ShapedArray, ad, batching, mlir
-from mpigrad.operations.carrier import carrier
-from mpigrad.operations.primitive import linear_map
-from mpigrad.runtime.call_sites import call_site
+from mpigrad.extend import Primitive, call_site, carrier, linear_map, primitive
 
 __all__ = [
     "dct",
@@ -35,16 +31,16 @@ __all__ = [
 
 def _linear(name: str, run: Any, result: Any, transpose: Any) -> Primitive:
     """Make a linear primitive of one operand. Axes before those of `lengths` are a batch."""
-    primitive = Primitive(f"mpigrad_{name}")
-    primitive.def_impl(jax.jit(run, static_argnames="lengths"))
-    primitive.def_abstract_eval(lambda x, **params: ShapedArray(*result(x, **params)))
-    compat.register_lowering(primitive, mlir.lower_fun(run, multiple_results=False))
-    ad.deflinear2(primitive, lambda ct, x, **params: [transpose(ct, x.aval, **params)])
-    batching.primitive_batchers[primitive] = lambda xs, dims, **params: (
-        primitive.bind(jnp.moveaxis(xs[0], dims[0], 0), **params),
-        0,
+    made: Primitive = primitive(
+        name,
+        shapes=lambda x, **params: [jax.ShapeDtypeStruct(*result(x, **params))],
+        run=lambda x, **params: [run(x, **params)],
+        messages=False,
+        differentiate="linear",
+        transpose=lambda cts, xs, linear, params: [transpose(cts[0], xs[0], **params)],
+        batch=lambda xs, dims, params: (made.bind(jnp.moveaxis(xs[0], dims[0], 0), **params), [0]),
     )
-    return primitive
+    return made
 
 
 def _is_empty(x: Any) -> bool:
@@ -96,12 +92,12 @@ def _weights(lengths: tuple[int, ...], paired: float, dtype: Any) -> Any:
 def _rfft_transpose(ct: Any, x: Any, *, lengths: tuple[int, ...]) -> Any:
     # The real part of sum_k ct_k exp(-2 pi i k n / N).
     weights = _weights(lengths, 0.5, x.dtype) * np.asarray(math.prod(lengths), x.dtype)
-    return irfft_p.bind(jnp.conj(ct) * weights, lengths=lengths)
+    return irfft_p.bind(jnp.conj(ct) * weights, lengths=lengths)[0]
 
 
 def _irfft_transpose(ct: Any, x: Any, *, lengths: tuple[int, ...]) -> Any:
     weights = _weights(lengths, 2.0, ct.dtype) / np.asarray(math.prod(lengths), ct.dtype)
-    return jnp.conj(rfft_p.bind(ct, lengths=lengths)) * weights
+    return jnp.conj(rfft_p.bind(ct, lengths=lengths)[0]) * weights
 
 
 rfft_p: Primitive = _linear(
@@ -120,12 +116,12 @@ irfft_p: Primitive = _linear(
 
 def rfft(x: Any, axes: int) -> Any:
     """Return the unscaled transform of a real array along the last axes: half the spectrum."""
-    return rfft_p.bind(x, lengths=tuple(x.shape[x.ndim - axes :]))
+    return rfft_p.bind(x, lengths=tuple(x.shape[x.ndim - axes :]))[0]
 
 
 def irfft(x: Any, axes: int, n: int) -> Any:
     """Return the inverse of `rfft`, with `n` entries along the last axis."""
-    return irfft_p.bind(x, lengths=(*x.shape[x.ndim - axes : -1], n))
+    return irfft_p.bind(x, lengths=(*x.shape[x.ndim - axes : -1], n))[0]
 
 
 # ---- transforms between walls, of the last axis ----
@@ -167,12 +163,12 @@ def idst(x: Any) -> Any:
 
 def _result(
     x: Any, *, gather: int, split: int, own: int, to: Any, order: tuple[int, ...], **rest: Any
-) -> ShapedArray:
+) -> jax.ShapeDtypeStruct:
     batch = x.ndim - len(order)
     shape = list(x.shape[batch:])
     shape[gather] = sum(rest["from"])
     shape[split] = own
-    return ShapedArray((*x.shape[:batch], *(shape[i] for i in order)), x.dtype)
+    return jax.ShapeDtypeStruct((*x.shape[:batch], *(shape[i] for i in order)), x.dtype)
 
 
 def _transpose(

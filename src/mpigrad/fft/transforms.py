@@ -10,11 +10,11 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 
+from mpigrad.extend import as_array, jit_local
 from mpigrad.fft import local
 from mpigrad.fft.layout import Exchange, Layout, Reorder, Transform, known_layout
 from mpigrad.fft.local import redistribute
-from mpigrad.grid.grid import Grid
-from mpigrad.operations.local_programs import as_array, jit_local
+from mpigrad.grid import Grid
 
 __all__ = [
     "Norm", "dctn", "dstn", "fft", "fftn", "forward", "idctn", "idstn", "ifft", "ifftn", "inverse",

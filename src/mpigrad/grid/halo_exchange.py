@@ -14,11 +14,8 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 
+from mpigrad.extend import arrays, as_array, exchange_with_neighbors, without_carriers
 from mpigrad.grid.grid import Grid
-from mpigrad.operations.carrier import without_carriers
-from mpigrad.operations.local_programs import as_array
-from mpigrad.operations.pytree_packing import arrays
-from mpigrad.operations.v_collectives import exchange_with_neighbors
 
 __all__ = [
     "Boundary",

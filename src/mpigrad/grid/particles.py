@@ -10,11 +10,9 @@ import jax.numpy as jnp
 from mpi4py import MPI
 
 from mpigrad.communicator import Communicator, check_rank, resolve
+from mpigrad.extend import as_array, exchange_with_neighbors
 from mpigrad.grid.grid import Grid
-from mpigrad.operations.checks import require
-from mpigrad.operations.collectives import allreduce
-from mpigrad.operations.local_programs import as_array
-from mpigrad.operations.v_collectives import exchange_with_neighbors
+from mpigrad.operations import allreduce, require
 
 __all__ = ["exchange_particles", "rank_at_position"]
 

@@ -11,12 +11,10 @@ import jax
 import jax.numpy as jnp
 
 from mpigrad.communicator import derivative_slot
+from mpigrad.extend import TAG_LIMIT, jit_local, keep_in_order, post
 from mpigrad.grid.grid import Grid
 from mpigrad.grid.halo_exchange import Boundary, HaloLayout, Part, Step, Width
-from mpigrad.operations.local_programs import jit_local
-from mpigrad.operations.nonblocking import Request, post, wait, waitall
-from mpigrad.operations.optimization_barrier import keep_in_order
-from mpigrad.runtime.native import TAG_LIMIT
+from mpigrad.operations import Request, wait, waitall
 
 __all__ = ["apply_stencil"]
 

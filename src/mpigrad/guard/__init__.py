@@ -2,6 +2,7 @@
 
 from mpigrad.guard.failure import (
     call_at_job_end,
+    count_faults,
     end_all_on_errors,
     end_job,
     end_with_error,
@@ -12,6 +13,7 @@ from mpigrad.guard.settings import guard_enabled, timeout_seconds
 
 __all__ = [
     "call_at_job_end",
+    "count_faults",
     "end_all_on_errors",
     "end_job",
     "end_with_error",

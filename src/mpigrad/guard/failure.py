@@ -78,6 +78,11 @@ def current_board() -> b.Board:
     return _Process.board
 
 
+def count_faults() -> int:
+    """Return how many errors the guard has raised on several ranks of this host."""
+    return int(current_board().header["faults"])
+
+
 def end_job(text: str | Callable[[], str], code: int = 1, grace: float = 0.0) -> None:
     """End all ranks with exit code `code`. The first rank of a host to call this prints `text`.
 

@@ -6,7 +6,6 @@ import contextlib
 import itertools
 import os
 import pathlib
-import secrets
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, BinaryIO
@@ -14,10 +13,10 @@ from typing import Any, BinaryIO
 import numpy as np
 from numpy.typing import NDArray
 
-from mpigrad.checkpoint.manifest import name_in_errors, sync_directory
 from mpigrad.collective_errors import assert_same_on_all_ranks, call_on_root, raise_on_all_ranks
 from mpigrad.communicator import Communicator
 from mpigrad.grid import Grid
+from mpigrad.runtime import write_atomically
 
 __all__ = [
     "cells_from_all_ranks",
@@ -26,40 +25,8 @@ __all__ = [
     "check_origin",
     "check_path",
     "try_to_remove",
-    "write_atomically",
     "write_pieces",
 ]
-
-# ---- Write files that are complete at any time, even if the job is killed while it writes ----
-
-
-def write_atomically(path: str | os.PathLike[str], write: Callable[[BinaryIO], object]) -> None:
-    """Write a temporary file next to `path`, then rename it to `path` in one step.
-
-    A reader of `path` gets the complete old file or the complete new file at any time, also after
-    the machine has failed. Several processes may write the same path.
-
-    Parameters
-    ----------
-    path
-        The file to write or to replace.
-    write
-        Function that writes the content to a binary file object.
-    """
-    path = pathlib.Path(path)
-    # Processes of two hosts or containers may have the same id. Mode "x" makes a new file.
-    temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
-    try:
-        with name_in_errors(path), open(temporary, "xb") as file:
-            write(file)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-        sync_directory(path.parent)
-    finally:
-        with contextlib.suppress(OSError):  # it does not exist if it was renamed
-            temporary.unlink()
-
 
 # ---- Check the path of a file before anything is written, and remove directories ----
 

@@ -24,6 +24,7 @@ from mpigrad.io.files import (
     Slices,
     cells_from_all_ranks,
     check_fields,
+    check_name,
     check_origin,
     check_path,
     write_atomically,
@@ -31,11 +32,9 @@ from mpigrad.io.files import (
 )
 
 __all__ = [
-    "DataArray",
-    "index_text",
-    "write_piece",
     "write_pvd",
     "write_vtk",
+    "write_vtu",
 ]
 
 # ---- VTK's XML files: arrays, a piece, and the index of pieces ----
@@ -288,6 +287,115 @@ def _in_order(name: str, values: NDArray[Any], ndim: int) -> DataArray:
     components = values.shape[ndim:] or (1,)
     axes = (*reversed(range(ndim)), *range(ndim, values.ndim))
     return DataArray.of(name, values.transpose(axes).reshape(-1, *components))
+
+
+# ---- Write unstructured cells ----
+
+
+def write_vtu(
+    path: str | os.PathLike[str],
+    points: Any,
+    cells: Any,
+    cell_type: int,
+    *,
+    point_fields: Mapping[str, Any] | None = None,
+    cell_fields: Mapping[str, Any] | None = None,
+    comm: Communicator | None = None,
+    function: str = "write_vtu",
+) -> None:
+    """Write cells of one type, their nodes and fields as a VTK unstructured grid (collective).
+
+    Each rank writes its cells as one piece in the directory `u.vtu-pieces-0` next to the index
+    `u.pvtu`, as `write_vtk` does. `fem.Mesh.write` and `fem.Space.write` use this function.
+
+    Parameters
+    ----------
+    path
+        The index file, with the suffix `.pvtu`. Its directory must exist.
+    points
+        Coordinates of the nodes of this rank's cells, shape (n_points, dim) with dim 1 to 3.
+    cells
+        The nodes of each cell in VTK's order, as rows of `points`, shape (n_cells, n_nodes).
+    cell_type
+        VTK's number of the type, for example 5 for triangles and 12 for hexahedra.
+    point_fields, cell_fields
+        Fields by name, shape (n_points,) or (n_points, components), and (n_cells, ...). Vectors
+        with two components get a third one, which is zero. dtype: 32 or 64 bits, or bool.
+    comm
+        The communicator of the ranks that call it. Default: the communicator of the enclosing
+        `with`, or all ranks.
+    function
+        The public function that errors name.
+
+    Raises
+    ------
+    TypeError, ValueError
+        On all ranks, before anything is written: if an argument is not valid.
+    OSError
+        On all ranks: if a file cannot be written. The old files stay.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> import mpigrad as mg
+    >>> points = np.array([[0.0, 0.0], [1.0, 0.0], [0.0, 1.0]])
+    >>> heights = {"height": np.array([0.0, 1.0, 2.0])}
+    >>> mg.io.write_vtu("u.pvtu", points, [[0, 1, 2]], 5, point_fields=heights)
+    """
+    comm = resolve(comm)
+    path = check_path(function, path, comm, ".pvtu")
+    points, cells = np.asarray(points), np.asarray(cells)
+    at_points = _check_rows(function, comm, point_fields or {}, len(points), "point")
+    at_cells = _check_rows(function, comm, cell_fields or {}, len(cells), "cell")
+    n_cells, width = cells.shape
+    coordinates = np.zeros((len(points), 3))
+    coordinates[:, : points.shape[1]] = points
+    sections = {
+        "PointData": [DataArray.of(name, field) for name, field in at_points.items()],
+        "CellData": [DataArray.of(name, field) for name, field in at_cells.items()],
+        "Points": [DataArray("Points", coordinates)],
+        "Cells": [
+            DataArray("connectivity", cells.astype(np.int64).reshape(-1)),
+            DataArray("offsets", width * np.arange(1, n_cells + 1, dtype=np.int64)),
+            DataArray("types", np.full(n_cells, cell_type, np.uint8)),
+        ],
+    }
+    piece = f'NumberOfPoints="{len(points)}" NumberOfCells="{n_cells}"'
+    write_pieces(
+        comm,
+        path,
+        ".vtu",
+        lambda file: write_piece(file, "UnstructuredGrid", "", piece, sections, "base64"),
+        lambda directory: index_text(
+            "UnstructuredGrid", 'GhostLevel="0"', ["{}"] * comm.size, sections, directory
+        ),
+        directory="vtu-pieces",
+    )
+
+
+def _check_rows(
+    function: str, comm: Communicator, fields: Mapping[str, Any], rows: int, what: str
+) -> dict[str, NDArray[Any]]:
+    """Return fields as arrays, or raise an error on all ranks (collective)."""
+    arrays: dict[str, NDArray[Any]] = {}
+    with raise_on_all_ranks(comm):
+        for name, field in fields.items():
+            array = np.asarray(field)
+            if array.dtype.kind not in "biuf" or array.dtype.itemsize not in (1, 4, 8):
+                raise TypeError(
+                    f"{function}: expected real numbers of 32 or 64 bits or bools, got dtype "
+                    f"{array.dtype} for {name!r} on rank {comm.rank}. Convert the field."
+                )
+            if array.ndim not in (1, 2) or array.shape[0] != rows or 0 in array.shape[1:]:
+                raise ValueError(
+                    f"{function}: expected one row for each {what} of rank {comm.rank}, {rows} in "
+                    f"all, got shape {array.shape} for {name!r}. Give this rank's part of the "
+                    "field, of shape (n,) or (n, components)."
+                )
+            arrays[check_name(function, name)] = array
+    kinds = [(name, str(a.dtype), a.shape[1:]) for name, a in arrays.items()]
+    assert_same_on_all_ranks(comm, kinds, f"{function}: names, dtypes and components of fields")
+    return arrays
 
 
 # ---- Write an index of files by time, which ParaView opens as one animation ----

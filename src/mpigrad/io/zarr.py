@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from mpigrad.checkpoint.manifest import name_in_errors
 from mpigrad.collective_errors import assert_same_on_all_ranks, raise_on_all_ranks
 from mpigrad.grid import Grid
 from mpigrad.io.files import (
@@ -25,6 +24,7 @@ from mpigrad.io.files import (
     check_path,
     try_to_remove,
 )
+from mpigrad.runtime import name_in_errors
 
 __all__ = ["write_zarr"]
 

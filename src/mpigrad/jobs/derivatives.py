@@ -15,11 +15,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.flatten_util import ravel_pytree
 
+from mpigrad.extend import Activity, allow_messages_in_rules, primitive
 from mpigrad.jobs.items import Bucket, JobFunction, result_types
-from mpigrad.operations import _jax_compat as compat
-from mpigrad.operations import _jax_repairs as repairs
-from mpigrad.operations._jax_compat import Primitive, ShapedArray, ad, batching, mlir
-from mpigrad.operations.carrier import allow_messages_in_rules
 
 __all__ = ["Derivatives", "Evaluate", "with_adjoint", "with_jacobian"]
 
@@ -103,7 +100,7 @@ class _Program:
             ]
 
         def stack(types: Any, *axes: int) -> Any:
-            return jax.tree.map(lambda x: ShapedArray((*axes, *x.shape), x.dtype), types)
+            return jax.tree.map(lambda x: jax.ShapeDtypeStruct((*axes, *x.shape), x.dtype), types)
 
         kept = [stack(t[1], len(b.jobs)) for b, t in zip(self.buckets, self.types, strict=True)]
         self.avals, self.result_structure = jax.tree.flatten((stack(self.types[0][0]), kept))
@@ -125,17 +122,20 @@ class _Program:
         jacobian = [a_by_s, *((a_by_m, k_by_s, k_by_m) for a_by_m, _, k_by_s, k_by_m in kept)]
         return jax.tree.leaves((_shaped(a, self.types[0][0]), results)), jacobian
 
-    def tangents(self, active: Sequence[int], jacobian: Any, xs: Sequence[Any]) -> list[Any]:
-        """Return the tangents of the results along tangents of the arguments."""
+    def tangents(
+        self, active: Sequence[int], jacobian: Any, xs: Sequence[Any], kinds: Sequence[Any]
+    ) -> list[Any]:
+        """Return the tangents of the results along tangents of the arguments, of these kinds."""
+        xs = [
+            jnp.zeros(kind.shape, kind.dtype) if x is None else x
+            for x, kind in zip(xs, kinds, strict=True)
+        ]
         of_params, of_item_params = self._chosen(active)
         a_by_s, *by_buckets = jacobian
         s = _flat([xs[i] for i in of_params])
         a_dot, kept = a_by_s @ s, []
         for b, (a_by_m, k_by_s, k_by_m) in enumerate(by_buckets):
-            own = [
-                ad.instantiate_zeros(xs[self.n_params + b * self.n_item_params + i])
-                for i in of_item_params
-            ]
+            own = [xs[self.n_params + b * self.n_item_params + i] for i in of_item_params]
             m = jax.vmap(_flat)(own, k_by_m)
             a_dot = a_dot + jnp.einsum("nij,nj->i", a_by_m, m)
             k_dot = k_by_s @ s + jnp.einsum("nij,nj->ni", k_by_m, m)
@@ -174,41 +174,35 @@ class _Program:
         return [*added, *kept], [0] * len(added) + [1] * len(kept)
 
 
-def _linearize(is_vjp: Any, nonzeros: Any, *xs: Any, program: _Program) -> Any:
+def _differentiate(
+    xs: Sequence[Any], params: dict[str, Any], activity: Activity
+) -> tuple[list[Any], Any, Callable[..., list[Any]]]:
     # Derivatives that nobody asks for are neither computed nor sent.
-    active = tuple(i for i, moves in enumerate(nonzeros) if moves)
+    program: _Program = params["program"]
+    active = tuple(i for i, is_active in enumerate(activity.operands) if is_active)
     results, jacobian = program.with_jacobian(active, xs)
-    leaves, structure = jax.tree.flatten(jacobian)
+    kinds = [jax.typeof(x) for x in xs]
 
-    def linear(leaves: Any, *tangents: Any) -> list[Any]:
-        return program.tangents(active, jax.tree.unflatten(structure, leaves), tangents)
+    def tangent(jacobian: Any, tangents: Sequence[Any]) -> list[Any]:
+        return program.tangents(active, jacobian, tangents, kinds)
 
-    return results, [True] * len(results), leaves, linear
-
-
-def _jvp(primals: Any, tangents: Any, *, program: _Program) -> Any:
-    active = tuple(i for i, t in enumerate(tangents) if type(t) is not ad.Zero)
-    results, jacobian = program.with_jacobian(active, primals)
-    return results, program.tangents(active, jacobian, tangents)
+    return results, jacobian, tangent
 
 
-def _batch(args: Any, dims: Any, *, program: _Program) -> Any:
-    size = next(x.shape[d] for x, d in zip(args, dims, strict=True) if d is not None)
-    return program.batched(size, args, dims)
+def _batch(xs: Sequence[Any], dims: Sequence[Any], params: dict[str, Any]) -> Any:
+    size = next(x.shape[d] for x, d in zip(xs, dims, strict=True) if d is not None)
+    return params["program"].batched(size, xs, dims)
 
 
 # (leaves of params and of each bucket's arguments) -> leaves of the results.
-values_p = Primitive("mpigrad_jobs")
-compat.make_effectful(values_p, lambda *avals, program: program.shapes(*avals))
-values_p.def_impl(lambda *xs, program: program.values(*xs))
-mlir.register_lowering(
-    values_p,
-    mlir.lower_fun(lambda *xs, program: program.values(*xs), multiple_results=True),
+values_p = primitive(
+    "jobs",
+    shapes=lambda *avals, program: program.shapes(*avals),
+    run=lambda *xs, program: program.values(*xs),
+    impl=lambda *xs, program: program.values(*xs),
+    differentiate=_differentiate,
+    batch=_batch,
 )
-ad.primitive_jvps[values_p] = _jvp
-compat.set_linearization(values_p, _linearize)
-repairs.always_stage(values_p)
-batching.primitive_batchers[values_p] = _batch
 
 
 def _flat(tree: Any, like: Any = None) -> Any:

@@ -13,12 +13,11 @@ import numpy as np
 from mpi4py import MPI
 
 from mpigrad.communicator import Communicator
+from mpigrad.extend import at_exit
 from mpigrad.jobs.evaluation import assembled, rows, sealed
 from mpigrad.jobs.failures import FailureLog, end_with
 from mpigrad.jobs.items import Data, JobFunction, apart, result_types
-from mpigrad.operations.collectives import allreduce
-from mpigrad.operations.custom import custom_operation
-from mpigrad.runtime.native import at_exit
+from mpigrad.operations import allreduce, custom_operation
 
 __all__ = ["Queue", "evaluate_dynamically"]
 

@@ -13,17 +13,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from mpigrad.autodiff.custom_rules import custom_jvp
+from mpigrad.autodiff import custom_jvp
 from mpigrad.communicator import Communicator
+from mpigrad.extend import (
+    NO_REDUCTION,
+    Primitive,
+    alltoall_p,
+    call_site,
+    carrier,
+    linear_map,
+    tie_in,
+)
 from mpigrad.jobs.failures import FailureLog, end_with
 from mpigrad.jobs.items import Bucket, Data, JobFunction, apart, result_types
-from mpigrad.operations import _jax_compat as compat
-from mpigrad.operations._jax_compat import Primitive, ShapedArray, mlir
-from mpigrad.operations.carrier import carrier, tie_in
-from mpigrad.operations.collectives import alltoall_p
-from mpigrad.operations.primitive import linear_map
-from mpigrad.runtime.call_sites import call_site
-from mpigrad.runtime.native import NO_REDUCTION
 
 __all__ = [
     "BlockAssignment",
@@ -55,19 +57,18 @@ def _mean_of_own(x: Any, a: Any, **where: int) -> list[Any]:
 collect_p: Primitive = linear_map(
     "jobs_collect",
     target="mpigrad_allgather",
-    result=lambda x, *, size, **_: ShapedArray((size, *x.shape), x.dtype),
+    result=lambda x, *, size, **_: jax.ShapeDtypeStruct((size, *x.shape), x.dtype),
     attributes=lambda avals, p: {"comm": p["comm"], "site": p["site"], "op": NO_REDUCTION},
     batch_axes=(0, 1),
     transpose=lambda ct, x, a, *, size, **where: take_p.bind(ct, a, **where)[0],
 )
 take_p: Primitive = linear_map(
     "jobs_take",
-    target="mpigrad_alltoall",
-    result=lambda x, **_: ShapedArray(x.shape[1:], x.dtype),
+    run=_mean_of_own,
+    result=lambda x, **_: jax.ShapeDtypeStruct(x.shape[1:], x.dtype),
     batch_axes=(1, 0),
     transpose=lambda ct, x, a, **where: collect_p.bind(ct, a, size=x.shape[0], **where)[0],
 )
-compat.register_lowering(take_p, mlir.lower_fun(_mean_of_own, multiple_results=True))
 
 
 def collect_rows(x: Any, comm: Communicator) -> Any:

@@ -14,9 +14,9 @@ import numpy as np
 from mpi4py import MPI
 
 from mpigrad.communicator import Communicator
+from mpigrad.extend import mark_common_branch
 from mpigrad.jobs.items import Data, job_id
-from mpigrad.operations.carrier import mark_common_branch
-from mpigrad.operations.custom import custom_operation
+from mpigrad.operations import custom_operation
 
 __all__ = ["Failure", "FailureLog", "JobError", "drop_caught", "end_with", "host_call", "key_data"]
 

@@ -19,9 +19,8 @@ from jax.core import Tracer
 
 from mpigrad.collective_errors import raise_on_all_ranks
 from mpigrad.communicator import Communicator
+from mpigrad.extend import as_array, forbid_messages, without_carriers
 from mpigrad.jobs.schedules import Dynamic, Schedule
-from mpigrad.operations.carrier import forbid_messages, without_carriers
-from mpigrad.operations.local_programs import as_array
 
 __all__ = [
     "BlockStore",

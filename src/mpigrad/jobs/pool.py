@@ -19,6 +19,7 @@ import numpy as np
 
 from mpigrad.collective_errors import raise_on_all_ranks
 from mpigrad.communicator import Communicator, resolve
+from mpigrad.extend import as_array
 from mpigrad.jobs.derivatives import Derivatives, Evaluate, with_adjoint, with_jacobian
 from mpigrad.jobs.dynamic import Queue, evaluate_dynamically
 from mpigrad.jobs.evaluation import BlockAssignment, evaluate
@@ -34,9 +35,7 @@ from mpigrad.jobs.items import (
     result_types,
 )
 from mpigrad.jobs.schedules import Schedule, Static
-from mpigrad.operations.checks import assert_replicated
-from mpigrad.operations.jit import jit
-from mpigrad.operations.local_programs import as_array
+from mpigrad.operations import assert_replicated, jit
 
 __all__ = [
     "MapSpec",

@@ -26,9 +26,7 @@ from mpigrad.jobs.failures import drop_caught
 from mpigrad.jobs.items import Data, JobFunction
 from mpigrad.jobs.pool import Pool
 from mpigrad.jobs.schedules import Schedule, Static
-from mpigrad.operations.collectives import bcast
-from mpigrad.operations.custom import custom_operation
-from mpigrad.operations.jit import jit
+from mpigrad.operations import bcast, custom_operation, jit
 
 __all__ = ["root_pool"]
 

@@ -18,11 +18,10 @@ import subprocess
 import sys
 from collections.abc import Sequence
 
-from mpigrad._version import __version__
+from mpigrad._version import NEWEST_TESTED, __version__
 from mpigrad.launch import launcher
 from mpigrad.launch.hosts import Host, place_ranks
 from mpigrad.launch.mpi_installation import Launcher, Library, find_launcher, mpi_library
-from mpigrad.runtime.jax_versions import NEWEST_TESTED
 from mpigrad.runtime.mpi_library import TRIED, was_tried
 from mpigrad.runtime.processor import (
     ANY_MPI,

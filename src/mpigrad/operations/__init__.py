@@ -15,10 +15,12 @@ from mpigrad.operations.collectives import (
     scatter,
 )
 from mpigrad.operations.custom import custom_operation
-from mpigrad.operations.nonblocking import irecv, isend, wait, wait_with_status, waitall
+from mpigrad.operations.jit import jit
+from mpigrad.operations.nonblocking import Request, irecv, isend, wait, wait_with_status, waitall
+from mpigrad.operations.norms import max_norm, rms_norm
 from mpigrad.operations.one_sided import one_sided
 from mpigrad.operations.point_to_point import recv, recv_with_status, send
-from mpigrad.operations.reductions import reduction
+from mpigrad.operations.reductions import Reduction, reduction
 from mpigrad.operations.sendrecv import sendrecv
 from mpigrad.operations.v_collectives import (
     allgatherv,
@@ -30,6 +32,8 @@ from mpigrad.operations.v_collectives import (
 )
 
 __all__ = [
+    "Reduction",
+    "Request",
     "allgather",
     "allgatherv",
     "allreduce",
@@ -44,6 +48,8 @@ __all__ = [
     "gatherv",
     "irecv",
     "isend",
+    "jit",
+    "max_norm",
     "neighbor_alltoallv",
     "one_sided",
     "recv",
@@ -53,6 +59,7 @@ __all__ = [
     "reduce_scatterv",
     "reduction",
     "require",
+    "rms_norm",
     "scan",
     "scatter",
     "scatterv",

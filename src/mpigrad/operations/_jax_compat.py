@@ -53,12 +53,12 @@ __all__ = [
     "make_effectful",
     "mlir",
     "other_orders",
+    "pure_lowering",
     "queues",
     "register_lowering",
     "register_target",
     "run_directly",
     "set_linearization",
-    "sharded_aval",
     "tangent_aval",
     "visible",
 ]
@@ -156,20 +156,6 @@ def set_linearization(primitive: Primitive, rule: Callable[..., Any]) -> None:
 def tangent_aval(x: Any) -> Any:
     """Return the aval of the tangent of `x` (float0 for integers)."""
     return jax.typeof(x).to_tangent_aval()
-
-
-def sharded_aval(shape: tuple[int, ...], dtype: Any, sharding: Any) -> ShapedArray:
-    """Return the aval of a global array, with its sharding along the explicit axes of its mesh."""
-    mesh = sharding.mesh.abstract_mesh
-    explicit = [
-        tuple(name for name in names if name in mesh.explicit_axes) or None
-        for names in (
-            () if entry is None else entry if isinstance(entry, tuple) else (entry,)
-            for entry in (*sharding.spec, *(None,) * (len(shape) - len(sharding.spec)))
-        )
-    ]
-    spec = jax.sharding.PartitionSpec(*explicit)
-    return ShapedArray(shape, dtype, sharding=jax.sharding.NamedSharding(mesh, spec))
 
 
 def concrete_value(x: Any) -> Any:
@@ -361,6 +347,28 @@ def lowering(
             results = _behind_barriers(ctx, ctx.avals_out, results)
         ctx.set_tokens_out(mlir.TokenSet({effect: token_out}))
         return results
+
+    return rule
+
+
+def pure_lowering(
+    target: str,
+    operands: int | None,
+    attributes: Callable[[Sequence[Any], dict[str, Any]], dict[str, Any]],
+) -> Callable[..., Any]:
+    """Return the lowering of a primitive without messages: an FFI call (arguments of `lowering`).
+
+    Without `operands` the handler reads all operands.
+    """
+    call = jax.ffi.ffi_lowering(target)
+
+    def rule(ctx: Any, *values: Any, **params: Any) -> Any:
+        named = attributes(ctx.avals_in, params)
+        return call(
+            ctx.replace(avals_in=ctx.avals_in[:operands]),
+            *values[:operands],
+            **{name: _attribute(value) for name, value in named.items()},
+        )
 
     return rule
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import jax
 
-from mpigrad.runtime.jax_versions import NEWEST_TESTED, OLDEST
+from mpigrad._version import NEWEST_TESTED, OLDEST
 
 __all__ = [
     "ATTRIBUTES",

@@ -1,4 +1,4 @@
-"""The local parts of functions, and array indexing, as few compiled programs on every rank."""
+"""Local parts of functions between messages: few programs, on every rank, at their place."""
 
 from __future__ import annotations
 
@@ -12,11 +12,16 @@ import numpy as np
 from jax.core import Tracer
 
 from mpigrad.operations import _jax_compat as compat
-from mpigrad.operations.carrier import tie_in, without_carriers
+from mpigrad.operations._jax_compat import Primitive, ShapedArray
+from mpigrad.operations.carrier import carrier, tie_in, without_carriers
+from mpigrad.operations.primitive import linear_map
+from mpigrad.runtime.call_sites import call_site
 
 __all__ = [
     "as_array",
+    "index_array",
     "jit_local",
+    "keep_in_order",
     "put",
     "take",
 ]
@@ -91,3 +96,42 @@ def put(n: int, index: Any, values: jax.Array) -> jax.Array:
     if not len(index):
         return tie_in(zeros, values)
     return zeros.at[index].add(values, mode="promise_in_bounds", wrap_negative_indices=False)
+
+
+def index_array(indices: np.ndarray) -> jax.Array:
+    """Put indices on the device, in 32 bits if they fit, as a constant even inside a trace."""
+    small = indices.size == 0 or int(indices.max()) < 2**31
+    with jax.ensure_compile_time_eval(), jax.enable_x64(not small):
+        return as_array(indices.astype(np.int32 if small else np.int64))
+
+
+# ---- A place in the order of messages for a computation: before one message, after another ----
+
+
+def _transpose(ct: Any, x: Any, a: Any, **params: Any) -> Any:
+    return in_order_p.bind(ct, a, **params)[0]
+
+
+in_order_p: Primitive = linear_map(
+    "in_order",
+    result=lambda x, **_: ShapedArray(x.shape, x.dtype),
+    in_place=True,
+    transpose=_transpose,
+)
+
+
+def keep_in_order(tree: Any) -> Any:
+    """Return the same values, computed after the messages before and before the messages after.
+
+    Compiled programs keep the messages in order, and compute in any order that their data allow.
+    The operand is computed before the messages that follow, the results after the messages that
+    precede. The derivative keeps the reverse order. If the operand is not needed again, no copy is
+    made.
+
+    Parameters
+    ----------
+    tree
+        Array or pytree of arrays.
+    """
+    a, site = carrier(), call_site()
+    return jax.tree.map(lambda x: in_order_p.bind(x, a, site=site)[0], tree)

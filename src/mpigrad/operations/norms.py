@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from mpi4py import MPI
 
 from mpigrad.communicator import Communicator
-from mpigrad.operations import allreduce
+from mpigrad.operations.collectives import allreduce
 from mpigrad.operations.pytree_packing import arrays
 
 __all__ = ["max_norm", "rms_norm", "root_of_sums", "sums_of_squares", "two_norms"]

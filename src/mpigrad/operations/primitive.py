@@ -18,7 +18,7 @@ import numpy as np
 from mpigrad.communicator import adjoint_space, tangent_space
 from mpigrad.operations import _jax_compat as compat
 from mpigrad.operations import _jax_staging as staging
-from mpigrad.operations._jax_compat import Primitive, ShapedArray, ad, batching
+from mpigrad.operations._jax_compat import Primitive, ShapedArray, ad, batching, mlir
 from mpigrad.operations.carrier import check_allowed, opaque_zero, tie
 from mpigrad.operations.jit import jit
 from mpigrad.operations.native_targets import register_target
@@ -108,6 +108,7 @@ def _message(
     *,
     result: Callable[..., Any],
     target: str | None = None,
+    run: Callable[..., Any] | None = None,
     n_inputs: int = -1,
     n_nondiff: int = 0,
     batched_results: int | None = None,
@@ -118,17 +119,21 @@ def _message(
 ) -> Primitive:
     """Make a primitive (x, ..., carrier) -> results, without its derivatives."""
     primitive = Primitive(f"mpigrad_{name}")
-    handler = register_target(target or f"mpigrad_{name}")
 
     def shape_rule(*operands: Any, **params: Any) -> list[ShapedArray]:
         *xs, _ = operands
         y = result(*xs, **params)
-        return y if isinstance(y, list) else [] if y is None else [y]
+        results = y if isinstance(y, list) else [] if y is None else [y]
+        return [v if isinstance(v, ShapedArray) else ShapedArray(v.shape, v.dtype) for v in results]
 
     compat.make_effectful(primitive, shape_rule)
     run_eagerly(primitive)
-    aliases = {1: 1} if in_place else None
-    rule = compat.lowering(handler, n_inputs, aliases, attributes)
+    if run is None:
+        handler = register_target(target or f"mpigrad_{name}")
+        aliases = {1: 1} if in_place else None
+        rule = compat.lowering(handler, n_inputs, aliases, attributes)
+    else:
+        rule = mlir.lower_fun(run, multiple_results=True)
     compat.register_lowering(primitive, rule)
 
     def batch(args: Any, dims: Any, **params: Any) -> Any:
@@ -257,8 +262,10 @@ def linear_map(
     batched_results
         The number of results that have a batch axis. Default: all.
     result
-        (avals of the x, **params) -> aval of y, or a list of avals, or None if this rank gets no
-        result.
+        (shapes of the x, **params) -> shape and dtype of y, or a list of them, or None if this rank
+        gets no result.
+    run
+        (x, ..., carrier, **params) -> [y, ...] with messages of its own, in place of the handler.
     n_inputs
         The number of operands that the handler reads. It is 0 for a receive, which uses only the
         shape of x. Default: -1, all operands.

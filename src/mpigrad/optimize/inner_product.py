@@ -8,9 +8,9 @@ import jax
 import jax.numpy as jnp
 
 from mpigrad.communicator import Communicator, resolve
-from mpigrad.grid.grid import Grid
+from mpigrad.extend import root_of_sums, sums_of_squares
+from mpigrad.grid import Grid
 from mpigrad.operations import allreduce
-from mpigrad.operations.norms import root_of_sums, sums_of_squares
 
 __all__ = ["clip_by_global_norm", "global_norm", "inner_products"]
 

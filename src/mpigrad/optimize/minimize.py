@@ -17,17 +17,16 @@ import jax
 import jax.numpy as jnp
 from mpi4py import MPI
 
-from mpigrad.autodiff.transforms import Loss
+from mpigrad.autodiff import Loss
 from mpigrad.checkpoint import Checkpoint, CheckpointSession, Decision, Stripes
-from mpigrad.checkpoint.manifest import name_in_errors
 from mpigrad.collective_errors import assert_same_on_all_ranks, raise_on_all_ranks
 from mpigrad.communicator import Communicator, resolve
 from mpigrad.optimize.lbfgs import LBFGS
 from mpigrad.optimize.method import Method, Record, State, raise_failure, settings_fingerprint
 from mpigrad.optimize.objective import Objective, Point
 from mpigrad.optimize.unknowns import Vector
-from mpigrad.profiling.progress_bar import Progress
-from mpigrad.runtime.earlier_run import earlier_run_error, last_record
+from mpigrad.profiling import Progress
+from mpigrad.runtime import earlier_run_error, last_record, name_in_errors
 from mpigrad.solution import Result, Solution
 
 __all__ = ["communicator_of", "minimize"]

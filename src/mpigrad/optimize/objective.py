@@ -11,14 +11,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from mpigrad.autodiff.transforms import Loss, grad, linearize, vjp
+from mpigrad.autodiff import Loss, grad, linearize, vjp
 from mpigrad.collective_errors import assert_same_on_all_ranks, raise_on_all_ranks
 from mpigrad.communicator import Communicator, resolve
-from mpigrad.operations.norms import max_norm
+from mpigrad.operations import max_norm
 from mpigrad.optimize.bounds import clip
 from mpigrad.optimize.root_worker import shared_evaluation
 from mpigrad.optimize.unknowns import ProgramCache, Unknowns, Vector
-from mpigrad.sparse.solvers.guesses import pass_guesses
+from mpigrad.sparse import pass_guesses
 
 __all__ = ["Objective", "Point"]
 

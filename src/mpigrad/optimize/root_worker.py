@@ -18,7 +18,7 @@ import numpy as np
 from mpi4py import MPI
 from numpy.typing import NDArray
 
-from mpigrad.autodiff.transforms import Loss, jvp, value_and_grad
+from mpigrad.autodiff import Loss, jvp, value_and_grad
 from mpigrad.collective_errors import assert_same_on_all_ranks, raise_on_all_ranks
 from mpigrad.communicator import (
     BlockingCall,
@@ -27,10 +27,8 @@ from mpigrad.communicator import (
     default_communicator,
     resolve,
 )
-from mpigrad.guard import end_job
-from mpigrad.guard.failure import current_board
-from mpigrad.operations.collectives import bcast, reduce
-from mpigrad.operations.jit import jit
+from mpigrad.guard import count_faults, end_job
+from mpigrad.operations import bcast, jit, reduce
 
 __all__ = [
     "Flattening",
@@ -449,7 +447,7 @@ class RootObjective:
 
     def __enter__(self) -> Self:
         self._open = True
-        self._faults = _faults()
+        self._faults = count_faults()
         if not self:
             try:
                 self._work()
@@ -480,7 +478,7 @@ class RootObjective:
     def _fail(self, error: BaseException) -> None:
         """Raise the root's error on the other ranks."""
         # A worker that is still in an evaluation, or has an error of the guard, reads no request.
-        if not self._evaluating and self._faults == _faults():
+        if not self._evaluating and self._faults == count_faults():
             self._send(_Request.FAIL)
             self._comm.mpi.bcast(pickle.dumps(pack_error(error, self._comm)), self._root)
 
@@ -545,10 +543,5 @@ class RootObjective:
         except Exception as raised:
             error = raised
         error = first_error(error, self._comm)
-        self._evaluating, self._faults = False, _faults()
+        self._evaluating, self._faults = False, count_faults()
         return out, error
-
-
-def _faults() -> int:
-    """Return the count of errors that the guard has raised on several ranks."""
-    return int(current_board().header["faults"])

@@ -17,11 +17,9 @@ import numpy as np
 from mpigrad.checkpoint import Stripes
 from mpigrad.collective_errors import raise_on_all_ranks
 from mpigrad.communicator import Communicator
-from mpigrad.grid.grid import Grid
-from mpigrad.operations import allgatherv, bcast, reduce
-from mpigrad.operations.jit import jit
-from mpigrad.operations.local_programs import as_array
-from mpigrad.operations.norms import max_norm
+from mpigrad.extend import as_array
+from mpigrad.grid import Grid
+from mpigrad.operations import allgatherv, bcast, jit, max_norm, reduce
 
 __all__ = [
     "NOT_DECLARED",

@@ -1,7 +1,7 @@
 """Distributed sparse matrices and solves, differentiable in values and right-hand sides."""
 
 from mpigrad.solution import Result, Solution
-from mpigrad.sparse.matrix.assembly import Stencil
+from mpigrad.sparse.matrix.assembly import Selection, Stencil
 from mpigrad.sparse.matrix.ghost_exchange import GhostExchange
 from mpigrad.sparse.matrix.matrix import Matrix
 from mpigrad.sparse.matrix.pattern import Pattern, local_range
@@ -41,6 +41,7 @@ __all__ = [
     "Pattern",
     "Preconditioner",
     "Result",
+    "Selection",
     "Solution",
     "Stencil",
     "default_solver",

@@ -25,7 +25,7 @@ except ImportError as error:
 import os as _os
 
 from mpigrad.communicator import Communicator
-from mpigrad.runtime.call_sites import pass_over as _pass_over
+from mpigrad.extend import pass_over as _pass_over
 from mpigrad.torch.chain import forget_messages, messages
 from mpigrad.torch.chain import join_backward as _join_backward
 from mpigrad.torch.operations import (

@@ -18,7 +18,7 @@ from typing import Any, Self
 
 import torch
 
-from mpigrad.runtime.call_sites import call_site, describe
+from mpigrad.extend import call_site, describe
 from mpigrad.torch._torch_compat import being_compiled, eagerly, in_backward, in_transform
 
 __all__ = ["Chain", "Reversal", "current", "forget_messages", "join_backward", "messages"]

@@ -12,10 +12,9 @@ import numpy as np
 import torch
 from torch.autograd import forward_ad
 
-from mpigrad.autodiff.transforms import jvp, vmap
-from mpigrad.operations.carrier import CARRIER, opaque_zero, outer_carrier, with_carrier
-from mpigrad.operations.jit import jit
-from mpigrad.runtime.call_sites import at_call_site
+from mpigrad.autodiff import jvp, vmap
+from mpigrad.extend import CARRIER, at_call_site, opaque_zero, outer_carrier, with_carrier
+from mpigrad.operations import jit
 from mpigrad.torch._torch_compat import (
     dual_token,
     in_dual_level,

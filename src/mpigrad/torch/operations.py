@@ -16,10 +16,8 @@ from mpi4py import MPI
 
 from mpigrad import operations
 from mpigrad.communicator import Communicator, check_rank, resolve
-from mpigrad.operations.custom import Function
-from mpigrad.operations.nonblocking import Request, in_order_of_posts
-from mpigrad.operations.v_collectives import check_counts
-from mpigrad.runtime.call_sites import call_site
+from mpigrad.extend import Function, call_site, check_counts, in_order_of_posts
+from mpigrad.operations import Request
 from mpigrad.torch._torch_compat import eagerly, in_transform
 from mpigrad.torch.maps import Map, apply, to_array, type_of
 

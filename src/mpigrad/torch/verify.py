@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch.autograd import forward_ad
 
-from mpigrad.autodiff.gradient_checks import DotTest
+from mpigrad.autodiff import DotTest
 from mpigrad.communicator import Communicator, resolve
 from mpigrad.torch.chain import messages
 

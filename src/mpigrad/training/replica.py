@@ -14,12 +14,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from mpigrad.autodiff.transforms import grad
-from mpigrad.checkpoint.layout import dtype_of, kind_of, local_shape, to_host, to_leaf
+from mpigrad.autodiff import grad
+from mpigrad.checkpoint import leaf_from_bytes, leaf_to_bytes
 from mpigrad.collective_errors import raise_on_all_ranks
 from mpigrad.communicator import Communicator
-from mpigrad.operations.jit import jit
-from mpigrad.operations.local_programs import as_array
+from mpigrad.extend import as_array
+from mpigrad.operations import jit
 from mpigrad.training.flat_buffer import HEADER, FlatBuffer, Parameter
 
 __all__ = [
@@ -446,7 +446,7 @@ class JaxReplica(Replica):
     def fingerprint(self) -> str:
         digest = hashlib.sha256()
         for leaf in jax.tree.leaves(self._parameters):
-            digest.update(to_host(leaf).reshape(-1).view(np.uint8).data)
+            digest.update(leaf_to_bytes(leaf).data)
         return digest.hexdigest()
 
     def settings(self) -> dict[str, str]:
@@ -457,7 +457,7 @@ class JaxReplica(Replica):
     def state(self) -> bytes:
         file = io.BytesIO()
         leaves = jax.tree.leaves((self._parameters, self._state))
-        np.savez(file, *(to_host(leaf).reshape(-1).view(np.uint8) for leaf in leaves))
+        np.savez(file, *(leaf_to_bytes(leaf) for leaf in leaves))
         return file.getvalue()
 
     def load(self, state: bytes) -> None:
@@ -469,7 +469,7 @@ class JaxReplica(Replica):
                     f"this optimizer, got {len(found.files)}. Use the saved model and optimizer."
                 )
             leaves = [
-                to_leaf(found[name].view(dtype_of(kind_of(leaf))).reshape(local_shape(leaf)), leaf)
+                leaf_from_bytes(found[name], leaf)
                 for name, leaf in zip(found.files, like, strict=True)
             ]
         self._parameters, self._state = jax.tree.unflatten(structure, leaves)

@@ -16,7 +16,7 @@ from typing import Any
 from mpigrad.checkpoint import Checkpoint, CheckpointSession, Store
 from mpigrad.collective_errors import assert_same_on_all_ranks, raise_on_all_ranks
 from mpigrad.communicator import Communicator, resolve
-from mpigrad.profiling.progress_bar import Progress
+from mpigrad.profiling import Progress
 from mpigrad.training import strategy as saved_state
 from mpigrad.training.batches import Batches
 from mpigrad.training.history import History, Span, StepRecord

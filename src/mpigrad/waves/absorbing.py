@@ -13,9 +13,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from mpigrad.grid.grid import Grid
-from mpigrad.operations.v_collectives import exchange_with_neighbors
-from mpigrad.runtime.shapes import Float
+from mpigrad.extend import Float, exchange_with_neighbors
+from mpigrad.grid import Grid
 
 __all__ = [
     "Face",

@@ -15,7 +15,7 @@ from jax.core import Tracer
 
 from mpigrad.collective_errors import assert_same_settings
 from mpigrad.communicator import Communicator
-from mpigrad.grid.grid import Grid
+from mpigrad.grid import Grid
 from mpigrad.waves.absorbing import WaveTile
 from mpigrad.waves.options import History, check_checkpoints, check_options
 from mpigrad.waves.survey import Survey

@@ -17,15 +17,18 @@ import numpy as np
 from mpi4py import MPI
 
 from mpigrad.communicator import Communicator
-from mpigrad.operations import _jax_compat as compat
-from mpigrad.operations import _jax_repairs as repairs
-from mpigrad.operations._jax_compat import Primitive, ShapedArray, ad, batching
-from mpigrad.operations.carrier import CARRIER, carrier, opaque_zero
-from mpigrad.operations.native_targets import register_target
-from mpigrad.operations.primitive import run_eagerly
-from mpigrad.runtime.call_sites import call_site
-from mpigrad.runtime.native import native_library
-from mpigrad.runtime.processor import waves_library
+from mpigrad.extend import (
+    CARRIER,
+    Activity,
+    NativeCall,
+    Primitive,
+    call_site,
+    carrier,
+    native_library,
+    opaque_zero,
+    primitive,
+)
+from mpigrad.runtime import waves_library
 from mpigrad.waves.absorbing import WaveTile
 from mpigrad.waves.options import History
 from mpigrad.waves.survey import PointTable
@@ -305,8 +308,7 @@ def _ranks_of_this_host() -> int:
 # computes the run again.
 
 
-_Zero: Any = ad.Zero
-_TICKET = ShapedArray((), np.dtype("int32"))
+_TICKET = jax.ShapeDtypeStruct((), np.dtype("int32"))
 
 
 def propagate(
@@ -339,135 +341,93 @@ def propagate(
     return gathers, last
 
 
-def _primitive(name: str, shapes: Callable[..., list[ShapedArray]]) -> Primitive:
-    primitive = Primitive(f"mpigrad_waves_{name}")
-    target = register_target(f"mpigrad_waves_{name}", library())
-
-    def attributes(avals: Any, params: dict[str, Any]) -> dict[str, Any]:
-        return {
-            "site": params["site"],
-            "setup": params["run"].id,
-            "rest": int(params["rest"]),
-            "save": int(params["save"]),
-        }
-
-    def lower(ctx: Any, *values: Any, **params: Any) -> Any:
-        return compat.lowering(target, len(values) - 1, attributes=attributes)(
-            ctx, *values, **params
-        )
-
-    def batch(args: Any, dims: Any, **params: Any) -> Any:
-        # Each member is a separate run, because it may have its own model.
-        n = next(v.shape[d] for v, d in zip(args, dims, strict=True) if d is not None)
-        members = [
-            primitive.bind(
-                *(
-                    v if d is None else jax.lax.index_in_dim(v, i, d, keepdims=False)
-                    for v, d in zip(args, dims, strict=True)
-                ),
-                **params,
-            )
-            for i in range(n)
-        ]
-        stacked = [jnp.stack(results) for results in zip(*members, strict=True)]
-        return stacked, [0] * len(stacked)
-
-    compat.make_effectful(primitive, shapes)
-    run_eagerly(primitive, lambda params: params["run"].programs)
-    compat.register_lowering(primitive, lower)
-    repairs.always_stage(primitive)
-    batching.primitive_batchers[primitive] = batch
-    return primitive
+def _primitive(name: str, shapes: Callable[..., list[Any]], **rules: Any) -> Primitive:
+    return primitive(
+        f"waves_{name}",
+        shapes=shapes,
+        native=NativeCall(
+            f"mpigrad_waves_{name}",
+            library=library,
+            attributes=lambda params: {
+                "site": params["site"],
+                "setup": params["run"].id,
+                "rest": int(params["rest"]),
+                "save": int(params["save"]),
+            },
+        ),
+        programs=lambda params: params["run"].programs,
+        batch="unroll",  # each member is a separate run, because it may have its own model
+        **rules,
+    )
 
 
-def _run_shapes(*avals: Any, run: Run, **_: Any) -> list[ShapedArray]:
+def _run_shapes(*avals: Any, run: Run, **_: Any) -> list[Any]:
     dtype = avals[0].dtype
     return [
-        ShapedArray(run.gathers, dtype),
+        jax.ShapeDtypeStruct(run.gathers, dtype),
         _TICKET,
-        *(ShapedArray(shape, dtype) for shape in run.shapes),
+        *(jax.ShapeDtypeStruct(shape, dtype) for shape in run.shapes),
     ]
 
 
-def _tangent_shapes(*avals: Any, run: Run, **_: Any) -> list[ShapedArray]:
+def _tangent_shapes(*avals: Any, run: Run, **_: Any) -> list[Any]:
     dtype = avals[0].dtype
-    return [ShapedArray(shape, dtype) for shape in (run.gathers, *run.shapes)]
+    return [jax.ShapeDtypeStruct(shape, dtype) for shape in (run.gathers, *run.shapes)]
 
 
-def _adjoint_shapes(*avals: Any, run: Run, models: int, rest: bool, **_: Any) -> list[ShapedArray]:
+def _adjoint_shapes(*avals: Any, run: Run, models: int, rest: bool, **_: Any) -> list[Any]:
     operands = avals[: models + 1 + (0 if rest else len(run.shapes))]
-    return [ShapedArray(x.shape, x.dtype) for x in operands]
+    return [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in operands]
 
 
-# (models, amplitudes, state, carrier) -> gathers, ticket, last state
-run_p = _primitive("forward", _run_shapes)
-# (models, amplitudes, state, ticket, their tangents, carrier) -> tangents of gathers, last state
-tangent_p = _primitive("tangent", _tangent_shapes)
-# (models, amplitudes, state, ticket, cotangents of gathers, last state, carrier) -> cotangents
-adjoint_p = _primitive("adjoint", _adjoint_shapes)
-
-
-def _apply(residuals: Sequence[Any], tangents: Sequence[Any], params: dict[str, Any]) -> list[Any]:
-    """Return the tangents of all results. Residuals are the operands, ticket and carrier."""
-    *operands, ticket, link = residuals
-    *moved, ta = tangents
-    filled = []
-    for x, tx in zip(operands, moved, strict=True):
-        # The operand may be active on other ranks: this rank takes part in any case.
-        aval = jax.typeof(x)
-        if type(tx) is not _Zero:
-            filled.append(tx if type(ta) is _Zero else tx + opaque_zero(ta, aval))
-        else:
-            filled.append(
-                jnp.zeros(aval.shape, aval.dtype) if type(ta) is _Zero else opaque_zero(ta, aval)
-            )
-    gathers, *last = tangent_p.bind(*operands, ticket, *filled, link, **params)
-    return [gathers, _Zero(compat.tangent_aval(ticket)), *last]
-
-
-def _differentiate(primals: Sequence[Any], params: dict[str, Any]) -> tuple[list[Any], list[Any]]:
-    """Return the results and the residuals of the tangent map."""
-    *operands, a = primals
-    gathers, ticket, *last = run_p.bind(*primals, **params)
+def _differentiate(
+    operands: Sequence[Any], params: dict[str, Any], activity: Activity
+) -> tuple[list[Any], Any, Callable[..., list[Any]]]:
+    """Return the results, the residuals of the tangent map, and the tangent map."""
+    *values, a = operands
+    gathers, ticket, *last = run_p.bind(*operands, **{**params, "save": activity.reverse})
     # The tangent's carrier depends on the results, so it is active whenever they are.
-    return [gathers, ticket, *last], [*operands, ticket, a + opaque_zero(gathers, CARRIER)]
+    link = a + opaque_zero(gathers, CARRIER)
+
+    def tangent(residuals: Any, tangents: Sequence[Any]) -> list[Any]:
+        *values, ticket, link = residuals
+        *moved, ta = tangents
+        filled = []
+        for x, tx in zip(values, moved, strict=True):
+            # The operand may be active on other ranks: this rank takes part in any case.
+            zero = None if ta is None else opaque_zero(ta, jax.typeof(x))
+            if tx is None:
+                filled.append(jnp.zeros(x.shape, x.dtype) if zero is None else zero)
+            else:
+                filled.append(tx if zero is None else tx + zero)
+        gathers, *last = tangent_p.bind(*values, ticket, *filled, link, **params)
+        return [gathers, None, *last]
+
+    return [gathers, ticket, *last], [*values, ticket, link], tangent
 
 
-def _jvp(primals: Any, tangents: Any, **params: Any) -> Any:
-    results, residuals = _differentiate(primals, params)
-    return results, _apply(residuals, tangents, params)
+def _transpose(
+    cotangents: Sequence[Any],
+    operands: Sequence[Any],
+    linear: tuple[bool, ...],
+    params: dict[str, Any],
+) -> list[Any]:
+    n = (len(operands) - 2) // 2
+    values, ticket, a = operands[:n], operands[n], operands[-1]
+    back = adjoint_p.bind(*values, ticket, *cotangents, a, **params)
+    return [*[None] * (n + 1), *back, None]
 
 
-def _linearize(is_vjp: Any, nonzeros: Any, *primals: Any, **params: Any) -> Any:
-    results, residuals = _differentiate(primals, {**params, "save": bool(is_vjp)})
-    active = [True, False, *(True for _ in results[2:])]
-
-    def tangent(residuals: Sequence[Any], *tangents: Any) -> list[Any]:
-        return _apply(residuals, tangents, params)
-
-    return results, active, residuals, tangent
-
-
-def _transpose(cotangents: Any, *args: Any, run: Run, models: int, **params: Any) -> list[Any]:
-    n = (len(args) - 2) // 2
-    operands, ticket, moved, a = args[:n], args[n], args[n + 1 : -1], args[-1]
-    cts = [ad.instantiate_zeros(ct) for ct in cotangents]
-    params = {**params, "site": -abs(params["site"])}
-    back = adjoint_p.bind(*operands, ticket, *cts, a, run=run, models=models, **params)
-    back = [ct if ad.is_undefined_primal(x) else None for ct, x in zip(back, moved, strict=True)]
-    return [None] * (n + 1) + back + [None]
-
-
-def _refuse(*_: Any, **__: Any) -> Any:
+def _refuse(*_: Any) -> Any:
     raise NotImplementedError(
         "mpigrad.waves: second derivatives of the native kernels (backend='native') are not "
         "available. Use backend='xla'."
     )
 
 
-ad.primitive_jvps[run_p] = _jvp
-compat.set_linearization(run_p, _linearize)
-for _p in (tangent_p, adjoint_p):
-    ad.primitive_jvps[_p] = _refuse
-    compat.set_linearization(_p, _refuse)
-ad.primitive_transposes[tangent_p] = _transpose
+# (models, amplitudes, state, carrier) -> gathers, ticket, last state
+run_p = _primitive("forward", _run_shapes, differentiate=_differentiate, undifferentiated=(1,))
+# (models, amplitudes, state, ticket, their tangents, carrier) -> tangents of gathers, last state
+tangent_p = _primitive("tangent", _tangent_shapes, differentiate=_refuse, transpose=_transpose)
+# (models, amplitudes, state, ticket, cotangents of gathers, last state, carrier) -> cotangents
+adjoint_p = _primitive("adjoint", _adjoint_shapes, differentiate=_refuse)

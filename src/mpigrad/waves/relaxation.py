@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from mpigrad.runtime.shapes import Complex, Float
+from mpigrad.extend import Complex, Float
 
 __all__ = ["Relaxation", "fit_relaxation"]
 

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from mpigrad.runtime.shapes import Float, Int
+from mpigrad.extend import Float, Int
 from mpigrad.waves.absorbing import WaveTile
 
 __all__ = [

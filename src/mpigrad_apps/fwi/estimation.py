@@ -18,8 +18,8 @@ from mpigrad import checkpoint
 from mpigrad.collective_errors import raise_on_all_ranks
 from mpigrad.communicator import Communicator, resolve
 from mpigrad.io import write_zarr
-from mpigrad.io.files import write_atomically
-from mpigrad.profiling.progress_bar import Progress
+from mpigrad.profiling import Progress
+from mpigrad.runtime import write_atomically
 from mpigrad_apps.fitting import TrainingResult, prepare_training, train
 from mpigrad_apps.fwi.inversion import Inversion, prepare_inversion
 from mpigrad_apps.fwi.outputs import UNITS, write_outputs

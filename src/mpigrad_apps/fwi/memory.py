@@ -9,7 +9,7 @@ import numpy as np
 from mpigrad.collective_errors import raise_on_all_ranks
 from mpigrad.communicator import Communicator
 from mpigrad.grid import Grid
-from mpigrad.waves.absorbing import WaveTile
+from mpigrad.waves import WaveTile
 from mpigrad.waves.native_run import default_memory
 from mpigrad.waves.options import is_native
 from mpigrad_apps.fwi.inputs import BLUR

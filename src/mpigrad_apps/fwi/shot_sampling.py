@@ -6,7 +6,7 @@ import dataclasses
 
 import numpy as np
 
-from mpigrad.waves.survey import Survey
+from mpigrad.waves import Survey
 from mpigrad_apps.fwi.inversion import Inversion
 from mpigrad_apps.shots.experiment import Experiment
 

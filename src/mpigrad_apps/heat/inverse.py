@@ -12,7 +12,7 @@ from jaxtyping import Array, Float, Int
 
 import mpigrad
 from mpigrad.communicator import Communicator
-from mpigrad.operations.local_programs import take
+from mpigrad.extend import take
 from mpigrad_apps import diffusion
 from mpigrad_apps.heat.experiment import Experiment, make_experiment
 from mpigrad_apps.heat.settings import Settings

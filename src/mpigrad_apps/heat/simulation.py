@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 import mpigrad
 from mpigrad import checkpoint
-from mpigrad.profiling.progress_bar import Progress
+from mpigrad.profiling import Progress
 from mpigrad_apps.heat.experiment import Experiment
 
 __all__ = ["Film", "simulate"]

@@ -14,7 +14,7 @@ import numpy as np
 from jaxtyping import Array, Float, PRNGKeyArray
 
 from mpigrad import loops
-from mpigrad.io.files import write_atomically
+from mpigrad.runtime import write_atomically
 
 __all__ = ["Network", "load_network", "save_network"]
 

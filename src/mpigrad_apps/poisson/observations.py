@@ -13,8 +13,8 @@ from jaxtyping import Array, Bool, Float, Int
 from numpy.typing import NDArray
 
 from mpigrad.collective_errors import call_on_root, raise_on_all_ranks
+from mpigrad.extend import take
 from mpigrad.grid import Grid, halo_exchange
-from mpigrad.operations.local_programs import take
 
 __all__ = [
     "Data",

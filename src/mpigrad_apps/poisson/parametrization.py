@@ -14,7 +14,7 @@ from jaxtyping import Array, Float
 
 from mpigrad.collective_errors import call_on_root
 from mpigrad.grid import Grid
-from mpigrad.io.files import write_atomically
+from mpigrad.runtime import write_atomically
 from mpigrad_apps.poisson.network import Network, load_network, save_network
 
 __all__ = ["CellValues", "NetworkValues", "Parametrization"]

@@ -17,7 +17,7 @@ from jaxtyping import Array
 from mpigrad import checkpoint, jobs, optimize
 from mpigrad.collective_errors import call_on_root, raise_on_all_ranks
 from mpigrad.communicator import Communicator, resolve
-from mpigrad.profiling.progress_bar import Progress
+from mpigrad.profiling import Progress
 from mpigrad_apps.grace import hold_grace_time
 from mpigrad_apps.output_directory import prepare_output, remove_saves, resume_settings
 from mpigrad_apps.population import records

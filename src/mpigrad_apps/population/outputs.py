@@ -12,8 +12,8 @@ import jax
 import numpy as np
 from jaxtyping import Float
 
-from mpigrad.io.files import write_atomically
 from mpigrad.optimize import Solution
+from mpigrad.runtime import write_atomically
 from mpigrad_apps import report
 from mpigrad_apps.population import pictures
 from mpigrad_apps.population.diagnostics import FEWEST_DRAWS, Summary, shared_names, shared_values

@@ -12,10 +12,10 @@ from typing import Any
 
 from mpigrad import checkpoint
 from mpigrad.checkpoint import Checkpoint
-from mpigrad.checkpoint.manifest import name_in_errors
 from mpigrad.collective_errors import call_on_root, raise_on_all_ranks
 from mpigrad.communicator import Communicator, resolve
-from mpigrad.profiling.progress_bar import duration
+from mpigrad.profiling import duration
+from mpigrad.runtime import name_in_errors
 from mpigrad.training import (
     Batches,
     History,

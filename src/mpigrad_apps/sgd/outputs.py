@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from mpigrad.io.files import write_atomically
+from mpigrad.runtime import write_atomically
 from mpigrad_apps import report
 from mpigrad_apps.sgd import pictures
 from mpigrad_apps.sgd.run_log import RunLog

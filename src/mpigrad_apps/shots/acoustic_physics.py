@@ -9,9 +9,9 @@ from typing import Any, ClassVar, Literal
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
-from mpigrad.waves.acoustic import Acoustic, State
+from mpigrad.waves import Acoustic, Survey
+from mpigrad.waves.acoustic import State
 from mpigrad.waves.arguments import wave_equation_limit
-from mpigrad.waves.survey import Survey
 from mpigrad_apps.shots.experiment import Fields, p_velocity
 from mpigrad_apps.shots.physics import Physics
 

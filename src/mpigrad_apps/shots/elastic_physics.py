@@ -12,10 +12,10 @@ from jaxtyping import Array, Bool, Float
 from mpi4py import MPI
 
 from mpigrad.operations import allreduce
+from mpigrad.waves import Elastic, Survey, lame
 from mpigrad.waves.arguments import limiting_square, staggered_limit
-from mpigrad.waves.elastic import Elastic, State, lame
+from mpigrad.waves.elastic import State
 from mpigrad.waves.elastic.scheme import REACH
-from mpigrad.waves.survey import Survey
 from mpigrad_apps.shots.experiment import Fields
 from mpigrad_apps.shots.physics import Physics
 

@@ -12,8 +12,8 @@ from jaxtyping import Float
 
 from mpigrad.collective_errors import call_on_root
 from mpigrad.communicator import Communicator
+from mpigrad.waves import ricker
 from mpigrad.waves.arguments import limiting_square
-from mpigrad.waves.survey import ricker
 from mpigrad_apps.shots.model_files import Acquisition, ModelFile, read_model, read_wavelets
 from mpigrad_apps.shots.options import WaveOptions
 from mpigrad_apps.shots.positions import select_evenly, survey_positions

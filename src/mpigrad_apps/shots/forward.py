@@ -17,8 +17,8 @@ from mpigrad import checkpoint
 from mpigrad.collective_errors import raise_on_all_ranks
 from mpigrad.communicator import Communicator, resolve
 from mpigrad.grid import Grid
-from mpigrad.io.files import write_atomically
-from mpigrad.profiling.progress_bar import Progress
+from mpigrad.profiling import Progress
+from mpigrad.runtime import write_atomically
 from mpigrad_apps import report
 from mpigrad_apps.field_files import write_field_files
 from mpigrad_apps.grace import hold_grace_time

@@ -10,7 +10,7 @@ import numpy as np
 from mpigrad.collective_errors import raise_on_all_ranks
 from mpigrad.communicator import Communicator
 from mpigrad.grid import Grid
-from mpigrad.waves.survey import Survey
+from mpigrad.waves import Survey
 from mpigrad_apps.shots.experiment import Experiment
 from mpigrad_apps.shots.physics import Physics
 

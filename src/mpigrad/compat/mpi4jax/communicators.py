@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -13,13 +14,19 @@ from jax.experimental import io_callback
 from mpi4py import MPI
 
 from mpigrad.communicator import Communicator, world
-from mpigrad.operations._jax_compat import Primitive, ShapedArray, ad, batching, mlir
-from mpigrad.operations.carrier import opaque_zero, tie_in
-from mpigrad.operations.collectives import allreduce
-from mpigrad.operations.primitive import linear_map
-from mpigrad.operations.pytree_packing import bind_packed
-from mpigrad.operations.reductions import check_op
-from mpigrad.runtime.native import NO_ROOT, SUM
+from mpigrad.extend import (
+    NO_ROOT,
+    SUM,
+    Activity,
+    Primitive,
+    bind_packed,
+    check_op,
+    linear_map,
+    opaque_zero,
+    primitive,
+    tie_in,
+)
+from mpigrad.operations import allreduce
 
 __all__ = [
     "ADJOINTS",
@@ -209,43 +216,57 @@ def sum_over_ranks(x: Any, comm: Communicator) -> Any:
 _sum_p: Primitive = linear_map(
     "allreduce_of_mpi4jax",
     target="mpigrad_allreduce",
-    result=lambda x, **_: ShapedArray(x.shape, x.dtype),
+    result=lambda x, **_: x,
     in_place=True,
     attributes=lambda avals, params: {**params, "root": NO_ROOT},
-    transpose=lambda ct, x, a, **params: _identity_p.bind(ct, a, **params),
+    transpose=lambda ct, x, a, **params: _identity_p.bind(ct, a, **params)[0],
 )
 
 # ---- its adjoint: (x, carrier) -> x, without a message, and with the sum as its own adjoint ----
 
-_identity_p = Primitive("mpi4jax_adjoint_of_allreduce")
+
+def _identity(x: Any, a: Any, **params: Any) -> list[Any]:
+    return [x]
 
 
-def _identity(x: Any, a: Any, **params: Any) -> Any:
-    return x
+def _differentiate(
+    operands: Sequence[Any], params: dict[str, Any], activity: Activity
+) -> tuple[list[Any], Any, Callable[..., list[Any]]]:
+    x, a = operands
+
+    def tangent(a: Any, tangents: Sequence[Any]) -> list[Any]:
+        tx, ta = tangents
+        if tx is None and ta is None:
+            return [None]
+        # The operand may be inactive on this rank alone.
+        return _identity_p.bind(opaque_zero(ta, kind) if tx is None else tx, a, **params)
+
+    kind = jax.typeof(x)
+    return _identity_p.bind(x, a, **params), a, tangent
 
 
-def _jvp(primals: Any, tangents: Any, **params: Any) -> Any:
-    (x, a), (tx, ta) = primals, tangents
-    if type(tx) is ad.Zero and type(ta) is ad.Zero:
-        return _identity_p.bind(x, a, **params), ad.Zero(tx.aval)
-    if type(tx) is ad.Zero:  # inactive on this rank alone
-        tx = opaque_zero(ta, x.aval)
-    return _identity_p.bind(x, a, **params), _identity_p.bind(tx, a, **params)
+def _transpose(
+    cotangents: Sequence[Any],
+    operands: Sequence[Any],
+    linear: tuple[bool, ...],
+    params: dict[str, Any],
+) -> list[Any]:
+    site = abs(params["site"])
+    return [_sum_p.bind(cotangents[0], operands[1], **{**params, "site": site})[0], None]
 
 
-def _transpose(ct: Any, x: Any, a: Any, **params: Any) -> Any:
-    ct = ad.instantiate_zeros(ct)
-    return [_sum_p.bind(ct, a, **{**params, "site": abs(params["site"])})[0], None]
-
-
-def _batch(args: Any, dims: Any, **params: Any) -> Any:
+def _batch(args: Sequence[Any], dims: Sequence[Any], params: dict[str, Any]) -> Any:
     (x, a), (dx, da) = args, dims
-    return _identity_p.bind(x, a if da is None else a.sum(), **params), dx
+    return _identity_p.bind(x, a if da is None else a.sum(), **params), [dx]
 
 
-_identity_p.def_impl(_identity)
-_identity_p.def_abstract_eval(lambda x, a, **params: ShapedArray(x.shape, np.dtype(x.dtype)))
-mlir.register_lowering(_identity_p, mlir.lower_fun(_identity, multiple_results=False))
-ad.primitive_jvps[_identity_p] = _jvp
-ad.primitive_transposes[_identity_p] = _transpose
-batching.primitive_batchers[_identity_p] = _batch
+_identity_p = primitive(
+    "adjoint_of_mpi4jax_allreduce",
+    shapes=lambda x, a, **params: [x],
+    run=_identity,
+    impl=_identity,
+    messages=False,
+    differentiate=_differentiate,
+    transpose=_transpose,
+    batch=_batch,
+)

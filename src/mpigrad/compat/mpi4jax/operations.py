@@ -21,8 +21,7 @@ from mpigrad.compat.mpi4jax.communicators import (
     sum_over_ranks,
     with_token,
 )
-from mpigrad.operations.carrier import allow_messages_in_rules, tie_in
-from mpigrad.operations.pytree_packing import arrays
+from mpigrad.extend import allow_messages_in_rules, arrays, tie_in
 
 __all__ = [
     "allgather",

@@ -14,10 +14,10 @@ import numpy as np
 
 from mpigrad.collective_errors import raise_error
 from mpigrad.communicator import BlockingCall, Communicator
-from mpigrad.grid.grid import Grid
+from mpigrad.extend import as_array, jit_local
+from mpigrad.grid import Grid
 from mpigrad.operations import neighbor_alltoallv
-from mpigrad.operations.local_programs import as_array, jit_local
-from mpigrad.sparse.matrix.ghost_exchange import _tell_owners
+from mpigrad.sparse.matrix.ghost_exchange import GhostExchange, _tell_owners, ghost_values
 from mpigrad.sparse.matrix.multilinear import (
     TrilinearContraction,
     add_up,
@@ -28,6 +28,7 @@ from mpigrad.sparse.matrix.multilinear import (
 __all__ = [
     "Assembly",
     "ElementAssembly",
+    "Selection",
     "Stencil",
     "element_entries",
     "make_stencil",
@@ -210,6 +211,60 @@ class ElementAssembly:
 
 
 # ---- Stencils on the cells of a grid, with the same offsets from every cell ----
+
+
+class Selection:
+    """Entries of a distributed vector at positions among own and ghost entries, and their sums.
+
+    The nodes of this rank's cells are an example: each node belongs to several cells.
+
+    Parameters
+    ----------
+    ghosts
+        The exchange that receives the ghost entries.
+    positions
+        Positions in the result of `ghosts.local_and_ghost`, shape (m,), repeated or not.
+
+    Examples
+    --------
+    >>> import jax.numpy as jnp
+    >>> from mpigrad.sparse import GhostExchange, Selection
+    >>> ghosts = GhostExchange(3, needed=[0, 1, 1, 2])
+    >>> selection = Selection(ghosts, ghosts.position)  # two segments with two ends each
+    >>> selection(jnp.array([1.0, 2.0, 3.0]))
+    Array([1., 2., 2., 3.], dtype=float32)
+    >>> selection.add_up(jnp.ones(4))
+    Array([1., 2., 1.], dtype=float32)
+    """
+
+    def __init__(self, ghosts: GhostExchange, positions: Any) -> None:
+        self.ghosts = ghosts
+        n = ghosts.n_local + len(ghosts.ghosts)
+        self._map = TrilinearContraction.selection(np.asarray(positions), n)
+
+    def __call__(self, x: Any, lead: tuple[int, ...] | None = None) -> jax.Array:
+        """Return the entries of own values `x`, shape (n_local, ...) (collective).
+
+        Parameters
+        ----------
+        x
+            This rank's part of the vector.
+        lead
+            The first axes of the result. Default: (m,).
+        """
+        return select(self._map, x, ghost_values(self.ghosts, x), lead)
+
+    def add_up(self, values: Any, tail: tuple[int, ...] | None = None) -> jax.Array:
+        """Return the adjoint: the sum of values at each own entry, over all ranks (collective).
+
+        Parameters
+        ----------
+        values
+            Values at the positions, shape (m, ...), or an array with as many entries.
+        tail
+            The last axes of the result. Default: those of `values`.
+        """
+        return self.ghosts.accumulate(add_up(self._map, values, tail))
 
 
 @dataclasses.dataclass(frozen=True)

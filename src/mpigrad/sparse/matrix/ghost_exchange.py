@@ -13,14 +13,12 @@ from mpi4py import MPI
 
 from mpigrad.collective_errors import raise_error
 from mpigrad.communicator import HANDSHAKE_TAG, SWAP_TAG, BlockingCall, Communicator, resolve
+from mpigrad.extend import as_array, index_array, jit_local, take, tie_in
 from mpigrad.operations import neighbor_alltoallv
-from mpigrad.operations.carrier import tie_in
-from mpigrad.operations.local_programs import as_array, jit_local, take
 
 __all__ = [
     "GhostExchange",
     "exchange_with_neighbors",
-    "index_array",
     "split_by_counts",
 ]
 
@@ -59,13 +57,6 @@ def exchange_with_neighbors(
 
 
 # ---- Values of other ranks: read in the forward pass, accumulated in the backward pass ----
-
-
-def index_array(indices: np.ndarray) -> jax.Array:
-    """Put indices on the device, in 32 bits if they fit, as a constant even inside a trace."""
-    small = indices.size == 0 or int(indices.max()) < 2**31
-    with jax.ensure_compile_time_eval(), jax.enable_x64(not small):
-        return as_array(indices.astype(np.int32 if small else np.int64))
 
 
 def _tell_owners(comm: Communicator, wanted: Mapping[int, np.ndarray]) -> dict[int, np.ndarray]:
@@ -262,6 +253,20 @@ class GhostExchange:
             f"GhostExchange(n_local={self.n_local}, n_global={self.n_global}, "
             f"n_ghosts={len(self.ghosts)}, neighbors={self.neighbors})"
         )
+
+
+def ghost_values(ghosts: GhostExchange, x: Any) -> jax.Array | None:
+    """Return the ghost entries alone, so that own entries are not copied."""
+    if not ghosts.neighbors:
+        return None
+    x = as_array(x)
+    return neighbor_alltoallv(
+        take(x, ghosts.send_index),
+        ghosts.neighbors,
+        ghosts.sendcounts,
+        ghosts.recvcounts,
+        ghosts.comm,
+    )
 
 
 @jit_local

@@ -10,8 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from mpigrad.communicator import Communicator
+from mpigrad.extend import as_array, jit_local
 from mpigrad.operations import allreduce, require
-from mpigrad.operations.local_programs import as_array, jit_local
 from mpigrad.sparse.matrix import scipy_conversion as conversion
 from mpigrad.sparse.matrix.pattern import Pattern
 from mpigrad.sparse.matrix.products import (

@@ -14,18 +14,14 @@ import ctypes
 import functools
 import math
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from mpigrad.operations import _jax_compat as compat
-from mpigrad.operations._jax_compat import Primitive, ShapedArray, ad, batching, mlir
-from mpigrad.operations.local_programs import as_array
-from mpigrad.operations.native_targets import register_target
-from mpigrad.runtime.native import native_library
+from mpigrad.extend import Activity, NativeCall, as_array, is_top_level, native_library, primitive
 
 __all__ = [
     "TrilinearContraction",
@@ -38,8 +34,6 @@ __all__ = [
     "select",
 ]
 
-_TARGET = "mpigrad_kernels_contract"
-_DTYPES = ("float32", "float64", "complex64", "complex128")
 FIRST, POOL, LAST = 0, 1, 2
 _MATRIX, _PAIRS, _SELECTION = 0, 1, 2
 _TOO_MANY = "Pattern: {} on one rank are more than 32 bits can count (2**31 - 1). Use more ranks."
@@ -60,7 +54,6 @@ def kernels_library() -> Any:
     lib.mpigrad_kernels_count.restype = ctypes.c_int64
     lib.mpigrad_kernels_multiply_patterns.restype = ctypes.c_int64
     lib.mpigrad_kernels_multiply_patterns.argtypes = [ctypes.c_int64, *[ctypes.c_void_p] * 7]
-    register_target(_TARGET, lib)
     return lib
 
 
@@ -255,7 +248,7 @@ def add_up(structure: TrilinearContraction, values: Any, tail: Any = None) -> ja
     values = as_array(values)
     tail = values.shape[1:] if tail is None else tail
     key = ("add_up", tail)
-    if compat.is_top_level() and not jax.config.jax_disable_jit:  # type: ignore[attr-defined]
+    if is_top_level() and not jax.config.jax_disable_jit:  # type: ignore[attr-defined]
         if key not in structure.programs:
             run = functools.partial(_add_up, structure.handle, tail)
             structure.programs[key] = jax.jit(run)
@@ -291,7 +284,7 @@ def contract(
     own = as_array(own)
     given = [own] if first is None else [as_array(first), own]
     given += [] if rest is None else [as_array(rest)]
-    if compat.is_top_level() and not jax.config.jax_disable_jit:  # type: ignore[attr-defined]
+    if is_top_level() and not jax.config.jax_disable_jit:  # type: ignore[attr-defined]
         key = (first is None, rest is None, lead)
         if key not in structure.programs:
             structure.programs[key] = jax.jit(functools.partial(_contract, structure.handle, *key))
@@ -321,10 +314,6 @@ def _contract(
 # ---- the primitive: (batch, length, width) arrays other than `out` -> the parts of `out` ----
 # The batch of an operand is that of all, or 1. `split` is the length of the pool's first part.
 
-contract_p = Primitive("mpigrad_contract")
-contract_p.multiple_results = True
-_Zero: Any = ad.Zero  # pyright: ignore[reportPrivateImportUsage]
-
 
 def _grouped(operands: Sequence[Any], roles: Sequence[int]) -> dict[int, list[Any]]:
     rest = iter(operands)
@@ -335,13 +324,13 @@ def _bind(groups: Mapping[int, Sequence[Any]], **params: Any) -> list[Any]:
     return contract_p.bind(*(x for role in sorted(groups) for x in groups[role]), **params)
 
 
-def _shapes(*operands: Any, structure: _Handle, out: int, split: int) -> list[ShapedArray]:
+def _shapes(*operands: Any, structure: _Handle, out: int, split: int) -> list[Any]:
     batches = [x.shape[0] for x in operands]
     batch = 0 if 0 in batches else max(batches)
     width = 1 if out == FIRST else operands[-1].shape[2]  # that of the pool or of `last`
     size = structure.sizes[out]
     lengths = (split, size - split) if out == POOL else (size,)
-    return [ShapedArray((batch, n, width), operands[0].dtype) for n in lengths]
+    return [jax.ShapeDtypeStruct((batch, n, width), operands[0].dtype) for n in lengths]
 
 
 def _reference(*operands: Any, structure: _Handle, out: int, split: int) -> list[Any]:
@@ -360,58 +349,58 @@ def _reference(*operands: Any, structure: _Handle, out: int, split: int) -> list
     return [y[:, :split], y[:, split:]] if out == POOL else [y]
 
 
-def _lower(ctx: Any, *operands: Any, structure: _Handle, out: int, split: int) -> Any:
-    if str(ctx.avals_in[0].dtype) not in _DTYPES:
-        rule = mlir.lower_fun(_reference, multiple_results=True)
-        return rule(ctx, *operands, structure=structure, out=out, split=split)
-    ctx.module_context.add_keepalive(structure)  # the program may outlive the pattern
-    call = jax.ffi.ffi_lowering(_TARGET)
-    return call(ctx, *operands, structure=np.int64(structure.number), out=np.int64(out))
+def _programs(params: dict[str, Any]) -> dict[Any, Any]:
+    """Return the programs outside any trace, which live as long as the contraction."""
+    owner = params["structure"].owner()
+    return {} if owner is None else owner.programs
 
 
-def _run(*operands: Any, structure: _Handle, **params: Any) -> Any:
-    """Run a compiled program outside any trace. It lives as long as the contraction."""
-    owner = structure.owner()
-    programs: dict[Any, Any] = {} if owner is None else owner.programs
-    key = tuple(params.items())
-    if key not in programs:
-        programs[key] = jax.jit(functools.partial(contract_p.bind, structure=structure, **params))
-    if jax.config.jax_disable_jit:  # type: ignore[attr-defined]
-        with jax.disable_jit(False):
-            return programs[key](*operands)
-    return programs[key](*operands)
-
-
-def _jvp(primals: Any, tangents: Any, **params: Any) -> Any:
+def _differentiate(
+    operands: Sequence[Any], params: dict[str, Any], activity: Activity
+) -> tuple[list[Any], Any, Callable[..., list[Any]]]:
     roles = params["structure"].others(params["out"])
-    groups, directions = _grouped(primals, roles), _grouped(tangents, roles)
-    results = _bind(groups, **params)
-    moved: list[list[Any]] = []
-    for role in roles:
-        if not all(type(t) is _Zero for t in directions[role]):
-            direction = [ad.instantiate_zeros(t) for t in directions[role]]
-            moved.append(_bind({**groups, role: direction}, **params))
-    if not moved:
-        return results, [_Zero(compat.tangent_aval(y)) for y in results]
-    return results, [sum(parts[1:], parts[0]) for parts in zip(*moved, strict=True)]
+    results = contract_p.bind(*operands, **params)
+
+    def tangent(operands: Any, tangents: Sequence[Any]) -> list[Any]:
+        groups, directions = _grouped(operands, roles), _grouped(tangents, roles)
+        moved: list[list[Any]] = []
+        for role in roles:
+            if not all(t is None for t in directions[role]):
+                direction = [
+                    jnp.zeros(x.shape, x.dtype) if t is None else t
+                    for x, t in zip(groups[role], directions[role], strict=True)
+                ]
+                moved.append(_bind({**groups, role: direction}, **params))
+        if not moved:
+            return [None] * len(results)
+        return [sum(parts[1:], parts[0]) for parts in zip(*moved, strict=True)]
+
+    return results, operands, tangent
 
 
-def _transpose(cotangents: Any, *operands: Any, out: int, **params: Any) -> list[Any]:
+def _transpose(
+    cotangents: Sequence[Any],
+    operands: Sequence[Any],
+    linear: tuple[bool, ...],
+    params: dict[str, Any],
+) -> list[Any]:
+    params = dict(params)
+    out = params.pop("out")
     roles = params["structure"].others(out)
-    groups = _grouped(operands, roles)
-    linear = next(r for r in roles if any(ad.is_undefined_primal(x) for x in groups[r]))
-    others = {role: groups[role] for role in roles if role != linear}
-    others[out] = [ad.instantiate_zeros(ct) for ct in cotangents]
-    results = _bind(others, out=linear, **params)
+    groups, flags = _grouped(operands, roles), _grouped(linear, roles)
+    role_of_x = next(role for role in roles if any(flags[role]))
+    others = {role: groups[role] for role in roles if role != role_of_x}
+    others[out] = list(cotangents)
+    results = _bind(others, out=role_of_x, **params)
     back = {role: [None] * len(group) for role, group in groups.items()}
-    for k, (x, ct) in enumerate(zip(groups[linear], results, strict=True)):
-        if ad.is_undefined_primal(x):  # an operand shared by all batches gets the sum
-            shared = x.aval.shape[0] == 1 and ct.shape[0] != 1
-            back[linear][k] = ct.sum(0, keepdims=True) if shared else ct
+    for k, (x, ct) in enumerate(zip(groups[role_of_x], results, strict=True)):
+        if flags[role_of_x][k]:  # an operand shared by all batches gets the sum
+            shared = x.shape[0] == 1 and ct.shape[0] != 1
+            back[role_of_x][k] = ct.sum(0, keepdims=True) if shared else ct
     return [ct for role in roles for ct in back[role]]
 
 
-def _batch(args: Any, dims: Any, **params: Any) -> Any:
+def _batch(args: Sequence[Any], dims: Sequence[Any], params: dict[str, Any]) -> Any:
     n = next(x.shape[d] for x, d in zip(args, dims, strict=True) if d is not None)
     arrays = [
         x[None] if d is None else jnp.moveaxis(x, d, 0) for x, d in zip(args, dims, strict=True)
@@ -428,11 +417,21 @@ def _batch(args: Any, dims: Any, **params: Any) -> Any:
     return [y.reshape(n, inner, *y.shape[1:]) for y in results], [0] * len(results)
 
 
-compat.hold_weakly(_Handle)
-contract_p.def_impl(_run)
-contract_p.def_abstract_eval(_shapes)
-mlir.register_lowering(contract_p, mlir.lower_fun(_reference, multiple_results=True))
-mlir.register_lowering(contract_p, _lower, platform="cpu")
-ad.primitive_jvps[contract_p] = _jvp
-ad.primitive_transposes[contract_p] = _transpose
-batching.primitive_batchers[contract_p] = _batch
+contract_p = primitive(
+    "contract",
+    shapes=_shapes,
+    run=_reference,
+    native=NativeCall(
+        "mpigrad_kernels_contract",
+        library=kernels_library,
+        attributes=lambda params: {"structure": params["structure"].number, "out": params["out"]},
+        keep_alive="structure",  # the program may outlive the pattern
+        dtypes=("float32", "float64", "complex64", "complex128"),
+    ),
+    messages=False,
+    programs=_programs,
+    differentiate=_differentiate,
+    transpose=_transpose,
+    batch=_batch,
+    weak=_Handle,
+)

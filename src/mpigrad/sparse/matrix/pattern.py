@@ -13,8 +13,8 @@ from mpi4py import MPI
 
 from mpigrad.collective_errors import raise_error
 from mpigrad.communicator import Communicator, resolve
-from mpigrad.grid.grid import Grid
-from mpigrad.operations.local_programs import as_array
+from mpigrad.extend import as_array
+from mpigrad.grid import Grid
 from mpigrad.sparse.matrix.assembly import (
     Assembly,
     ElementAssembly,

@@ -10,11 +10,11 @@ from typing import Any
 import jax
 import numpy as np
 
+from mpigrad.extend import as_array
 from mpigrad.operations import neighbor_alltoallv
-from mpigrad.operations.local_programs import as_array, take
 from mpigrad.sparse.matrix.ghost_exchange import (
-    GhostExchange,
     exchange_with_neighbors,
+    ghost_values,
     split_by_counts,
 )
 from mpigrad.sparse.matrix.multilinear import (
@@ -32,7 +32,6 @@ __all__ = [
     "diagonal",
     "gather_by_column",
     "gather_by_row",
-    "ghost_values",
     "multiply",
     "multiply_matrices",
     "pool_positions",
@@ -133,20 +132,6 @@ def diagonal(pattern: Pattern, values: jax.Array) -> jax.Array:
         return TrilinearContraction.selection(pattern.diagonal, pattern.nnz)
 
     return select(_cached(pattern, "diagonal", make), values)
-
-
-def ghost_values(ghosts: GhostExchange, x: Any) -> jax.Array | None:
-    """Return the ghost entries alone, so that own entries are not copied."""
-    if not ghosts.neighbors:
-        return None
-    x = as_array(x)
-    return neighbor_alltoallv(
-        take(x, ghosts.send_index),
-        ghosts.neighbors,
-        ghosts.sendcounts,
-        ghosts.recvcounts,
-        ghosts.comm,
-    )
 
 
 # ---- The sum of two matrices, with the union of their patterns made once for each pair ----

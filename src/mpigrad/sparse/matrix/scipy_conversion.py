@@ -9,7 +9,7 @@ import numpy as np
 
 from mpigrad.collective_errors import raise_error
 from mpigrad.communicator import Communicator, check_rank, resolve
-from mpigrad.operations.local_programs import as_array
+from mpigrad.extend import as_array
 from mpigrad.sparse.matrix.pattern import Pattern, local_range
 
 __all__ = ["distribute", "gather", "local_block"]

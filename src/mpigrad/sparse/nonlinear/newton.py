@@ -16,11 +16,19 @@ import numpy as np
 from jax.core import eval_jaxpr
 
 from mpigrad.communicator import Communicator, resolve
-from mpigrad.operations import _jax_compat as compat
-from mpigrad.operations._jax_compat import ShapedArray, ad
-from mpigrad.operations.carrier import CARRIER, carrier, opaque_zero, set_carrier, without_carriers
-from mpigrad.operations.local_programs import as_array
-from mpigrad.runtime.call_sites import call_site, describe
+from mpigrad.extend import (
+    CARRIER,
+    Activity,
+    as_array,
+    call_site,
+    carrier,
+    constants_as_operands,
+    describe,
+    opaque_zero,
+    primitive,
+    set_carrier,
+    without_carriers,
+)
 from mpigrad.solution import Solution
 from mpigrad.sparse.matrix.matrix import Matrix
 from mpigrad.sparse.matrix.pattern import Pattern
@@ -35,13 +43,12 @@ from mpigrad.sparse.solvers.nullspace import (
     projected,
     without_nullspace,
 )
-from mpigrad.sparse.solvers.operator_solve import implicit_primitive, linearized, operator_solve_p
+from mpigrad.sparse.solvers.operator_solve import linearized, operator_solve_p
 from mpigrad.sparse.solvers.solve import default_solver, solve
 
 __all__ = ["newton"]
 
 _LINK = np.float32(0)
-_Zero: Any = ad.Zero  # pyright: ignore[reportPrivateImportUsage]
 
 
 def newton(
@@ -289,7 +296,7 @@ def _traced(f: Callable[..., Any], x: Any, leaves: Sequence[Any]) -> tuple[Any, 
             return f(x, *leaves)
 
     closed, shape = jax.make_jaxpr(linked, return_shape=True)(_LINK, x, *leaves)
-    return *compat.constants_as_operands(closed), shape
+    return *constants_as_operands(closed), shape
 
 
 # ---- the primitive: (constants..., leaves..., x0, null, carrier) -> x, info. `null` has
@@ -317,7 +324,7 @@ def _run(
 
 
 def _differentiate(
-    operands: Sequence[Any], params: dict[str, Any]
+    operands: Sequence[Any], params: dict[str, Any], activity: Activity
 ) -> tuple[list[Any], Any, Callable[..., Any]]:
     """Return the primal results, the residuals of the tangent map, and the tangent map."""
     x, info = newton_p.bind(*operands, **params)
@@ -335,8 +342,9 @@ def _differentiate(
         return problem.F(link, x, every)
 
     values = [parameters[i] for i in varying]
+    kinds = list(map(jax.typeof, values))
     _, derivative = jax.linearize(residual, link, *values)
-    moved, constants = compat.constants_as_operands(jax.make_jaxpr(derivative)(_LINK, *values))
+    moved, constants = constants_as_operands(jax.make_jaxpr(derivative)(_LINK, *values))
     forward = None
     if problem.pattern is None:
         probe = noise(problem.comm.rank << 20, x.shape[0], x.dtype, 2654435761)
@@ -347,8 +355,11 @@ def _differentiate(
     def tangent(saved: Any, tangents: Sequence[Any]) -> list[Any]:
         constants, at_x, null, link = saved
         *changes, _, _, ta = tangents
-        changes = [ad.instantiate_zeros(changes[i]) for i in varying]
-        ta = ad.instantiate_zeros(ta)
+        changes = [
+            jnp.zeros(kind.shape, kind.dtype) if changes[i] is None else changes[i]
+            for i, kind in zip(varying, kinds, strict=True)
+        ]
+        ta = jnp.zeros((), CARRIER.dtype) if ta is None else ta
         rhs = -eval_jaxpr(moved, (), *constants, ta, *changes)[0]
         rhs = rhs + opaque_zero(ta, jax.typeof(rhs))  # active on every rank
         if forward is None:
@@ -363,14 +374,16 @@ def _differentiate(
                 solver=problem.solver, null_check="", throw=True, site=params["site"],
                 comm=problem.comm,
             )  # fmt: skip
-        return [dx, _Zero(compat.tangent_aval(info))]
+        return [dx, None]
 
     return [x, info], (constants, at_x, null, link), tangent
 
 
-newton_p = implicit_primitive(
+newton_p = primitive(
     "newton",
-    shapes=lambda *operands, **_: [operands[-3], ShapedArray((INFO,), operands[-3].dtype)],
+    shapes=lambda *operands, **_: [operands[-3], jax.ShapeDtypeStruct((INFO,), operands[-3].dtype)],
     run=_run,
     differentiate=_differentiate,
+    undifferentiated=(1,),
+    batch="map",
 )

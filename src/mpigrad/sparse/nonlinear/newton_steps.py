@@ -12,9 +12,8 @@ import numpy as np
 from jax.core import eval_jaxpr
 
 from mpigrad.communicator import Communicator
+from mpigrad.extend import mark_common_branch, outer_carrier, two_norms
 from mpigrad.operations import require
-from mpigrad.operations.carrier import mark_common_branch, outer_carrier
-from mpigrad.operations.norms import two_norms
 from mpigrad.solution import Result
 from mpigrad.sparse.matrix.matrix import Matrix
 from mpigrad.sparse.matrix.pattern import Pattern

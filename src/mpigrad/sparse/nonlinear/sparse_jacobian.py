@@ -17,8 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 import scipy.sparse
 
-from mpigrad.operations.carrier import CARRIER, with_carrier
-from mpigrad.operations.local_programs import as_array, take
+from mpigrad.extend import CARRIER, as_array, take, with_carrier
 from mpigrad.sparse.matrix.ghost_exchange import (
     GhostExchange,
     exchange_with_neighbors,

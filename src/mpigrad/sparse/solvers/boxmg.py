@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import ctypes
-import functools
 import weakref
 from typing import Any
 
 import jax
 import numpy as np
 
-from mpigrad.operations import _jax_compat as compat
-from mpigrad.operations._jax_compat import Primitive, ShapedArray
-from mpigrad.operations.native_targets import register_target
+from mpigrad.extend import NativeCall, primitive
 from mpigrad.sparse.matrix.pattern import Pattern
 from mpigrad.sparse.solvers.hypre import why_not_structured
 from mpigrad.sparse.solvers.libraries import multigrid_library
@@ -65,7 +62,7 @@ def run(
     del singular
     preconditioner = solver.preconditioner
     assert isinstance(preconditioner, BoxMG)
-    x, info = _solve_primitive().bind(
+    x, info = solve_p.bind(
         values,
         b,
         x0,
@@ -130,24 +127,17 @@ def _system(pattern: Pattern, preconditioner: BoxMG) -> _System:
     return systems[preconditioner]
 
 
-@functools.cache
-def _solve_primitive() -> Primitive:
-    """Make the primitive (values, b, x0, values_id) -> (x, info). `solve` has the derivatives."""
-    primitive = Primitive("mpigrad_multigrid_solve")
-    target = register_target("mpigrad_multigrid_solve", multigrid_library())
-
-    def shapes(values: Any, b: Any, x0: Any, values_id: Any, **_: Any) -> list[ShapedArray]:
-        return [b, ShapedArray((b.shape[0], INFO), b.dtype)]
-
-    def attributes(avals: Any, params: dict[str, Any]) -> dict[str, Any]:
-        return {**params, "system": params["system"].id}
-
-    call = compat.lowering(target, 4, attributes=attributes)
-
-    def lower(ctx: Any, *operands: Any, **params: Any) -> Any:
-        ctx.module_context.add_keepalive(params["system"])  # the program may outlive the pattern
-        return call(ctx, *operands, **params)
-
-    compat.make_effectful(primitive, shapes)
-    compat.register_lowering(primitive, lower)
-    return primitive
+# (values, b, x0, values_id) -> (x, info). `solve` has the derivatives.
+solve_p = primitive(
+    "multigrid_solve",
+    shapes=lambda values, b, x0, values_id, **_: [
+        b, jax.ShapeDtypeStruct((b.shape[0], INFO), b.dtype)
+    ],
+    native=NativeCall(
+        "mpigrad_multigrid_solve",
+        n_inputs=4,
+        library=multigrid_library,
+        attributes=lambda params: {**params, "system": params["system"].id},
+        keep_alive="system",  # the program may outlive the pattern
+    ),
+)  # fmt: skip

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import functools
 import itertools
 import weakref
 from collections.abc import Iterator
@@ -12,9 +11,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from mpigrad.operations import _jax_compat as compat
-from mpigrad.operations._jax_compat import Primitive, ShapedArray
-from mpigrad.runtime.call_sites import describe
+from mpigrad.extend import NativeCall, describe, primitive
 from mpigrad.sparse.matrix.pattern import Pattern
 from mpigrad.sparse.solvers.libraries import check_size, hypre_available, library, why_no_hypre
 from mpigrad.sparse.solvers.methods import INFO, LinearSolver, request_text
@@ -211,7 +208,7 @@ def run(
     preconditioner = solver.preconditioner
     assert preconditioner is not None
     name, kind = type(solver).__name__, type(preconditioner).__name__
-    x, info = _solve_primitive().bind(
+    x, info = solve_p.bind(
         values,
         b,
         x0,
@@ -315,23 +312,17 @@ def _system(
     return systems[key]
 
 
-@functools.cache
-def _solve_primitive() -> Primitive:
-    """Make the primitive (values, b, x0, values_id) -> (x, info). `solve` has the derivatives."""
-    primitive = Primitive("mpigrad_hypre_solve")
-
-    def shapes(values: Any, b: Any, x0: Any, values_id: Any, **_: Any) -> list[ShapedArray]:
-        return [b, ShapedArray((b.shape[0], INFO), b.dtype)]
-
-    def attributes(avals: Any, params: dict[str, Any]) -> dict[str, Any]:
-        return {**params, "system": params["system"].id}
-
-    call = compat.lowering("mpigrad_hypre_solve", 4, attributes=attributes)
-
-    def lower(ctx: Any, *operands: Any, **params: Any) -> Any:
-        ctx.module_context.add_keepalive(params["system"])  # the program may outlive the pattern
-        return call(ctx, *operands, **params)
-
-    compat.make_effectful(primitive, shapes)
-    compat.register_lowering(primitive, lower)
-    return primitive
+# (values, b, x0, values_id) -> (x, info). `solve` has the derivatives.
+solve_p = primitive(
+    "hypre_solve",
+    shapes=lambda values, b, x0, values_id, **_: [
+        b, jax.ShapeDtypeStruct((b.shape[0], INFO), b.dtype)
+    ],
+    native=NativeCall(
+        "mpigrad_hypre_solve",
+        n_inputs=4,
+        library=library,
+        attributes=lambda params: {**params, "system": params["system"].id},
+        keep_alive="system",  # the program may outlive the pattern
+    ),
+)  # fmt: skip

@@ -11,9 +11,8 @@ import numpy as np
 from mpi4py import MPI
 
 from mpigrad.communicator import Communicator
+from mpigrad.extend import describe, mark_common_branch
 from mpigrad.operations import allreduce, require
-from mpigrad.operations.carrier import mark_common_branch
-from mpigrad.runtime.call_sites import describe
 from mpigrad.solution import Result
 from mpigrad.sparse.matrix.matrix import Matrix
 from mpigrad.sparse.matrix.pattern import Pattern

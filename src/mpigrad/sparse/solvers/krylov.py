@@ -11,8 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from mpigrad.communicator import Communicator
+from mpigrad.extend import mark_common_branch
 from mpigrad.operations import allreduce
-from mpigrad.operations.carrier import mark_common_branch
 from mpigrad.solution import Result
 
 __all__ = [

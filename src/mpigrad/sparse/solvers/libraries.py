@@ -10,16 +10,17 @@ from typing import Any
 import numpy as np
 from mpi4py import MPI
 
-from mpigrad.operations.native_targets import register_target
-from mpigrad.runtime.native import (
-    at_exit,
+from mpigrad.extend import at_exit, native_library
+from mpigrad.runtime import (
+    ANY_MPI,
+    hypre_built_with,
     mpi_library_path,
-    native_library,
+    native_path,
     record,
     status_layout,
+    variant_library,
 )
-from mpigrad.runtime.native import library as communication
-from mpigrad.runtime.processor import ANY_MPI, hypre_built_with, native_path, variant_library
+from mpigrad.runtime import library as communication
 
 __all__ = [
     "check_size",
@@ -133,7 +134,6 @@ def _load() -> tuple[Any, str]:
     lib.mpigrad_hypre_watch.argtypes = [ctypes.c_void_p] * (1 + len(names))
     calls = (ctypes.cast(getattr(guard, name), ctypes.c_void_p) for name in names)
     lib.mpigrad_hypre_watch(ctypes.addressof(record()), *calls)
-    register_target("mpigrad_hypre_solve", lib)
     at_exit(lib.mpigrad_hypre_finalize)  # runs before mpi4py ends MPI
     return lib, ""
 

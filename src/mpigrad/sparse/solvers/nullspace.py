@@ -8,7 +8,7 @@ Bᴴ is the same for Aᴴ with Z and W exchanged. Every derivative of a solve is
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -16,10 +16,9 @@ import jax.numpy as jnp
 import numpy as np
 from mpi4py import MPI
 
-from mpigrad.communicator import Communicator
+from mpigrad.communicator import Communicator, resolve
+from mpigrad.extend import as_array, two_norms
 from mpigrad.operations import allreduce, require
-from mpigrad.operations.local_programs import as_array
-from mpigrad.operations.norms import two_norms
 from mpigrad.solution import Result
 from mpigrad.sparse.solvers.krylov import noise
 from mpigrad.sparse.solvers.methods import LinearSolver
@@ -30,7 +29,6 @@ __all__ = [
     "check_nullspace",
     "from_orthonormal",
     "mark_faults",
-    "orthogonal",
     "orthonormal",
     "projected",
     "without_nullspace",
@@ -74,6 +72,21 @@ class NullSpace:
     vectors: Any
     left: Any = None
     project: bool = False
+
+    def remove_from(self, x: jax.Array, comm: Communicator | None = None) -> jax.Array:
+        """Return an array without its part along `vectors`, arrays of the same shape (collective).
+
+        Parameters
+        ----------
+        x
+            This rank's part of a vector.
+        comm
+            The communicator. Default: the communicator of the enclosing `with`, or all ranks.
+        """
+        flat = [as_array(v).reshape(-1) for v in self.vectors]
+        comm = resolve(comm)
+        basis = _orthonormal(jnp.stack(flat).astype(x.dtype), comm)
+        return projected(basis[None], x.reshape(1, -1), comm).reshape(x.shape)
 
 
 def as_nullspace(given: Any, solver: LinearSolver | None = None) -> NullSpace:
@@ -126,13 +139,6 @@ def from_orthonormal(null: jax.Array) -> NullSpace | None:
     if null.shape[1] == 0:
         return None
     return NullSpace(list(null[0]), list(null[1]) if len(null) > 1 else None, project=True)
-
-
-def orthogonal(vectors: Sequence[Any], x: jax.Array, comm: Communicator) -> jax.Array:
-    """Return an array without its part along vectors of the same shape."""
-    flat = [as_array(v).reshape(-1) for v in vectors]
-    basis = _orthonormal(jnp.stack(flat).astype(x.dtype), comm)
-    return projected(basis[None], x.reshape(1, -1), comm).reshape(x.shape)
 
 
 def _vectors(given: Any, flat: Callable[[Any], jax.Array], size: int, dtype: Any) -> jax.Array:

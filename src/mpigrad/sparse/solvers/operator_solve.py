@@ -14,12 +14,19 @@ from jax.core import eval_jaxpr
 from jax.flatten_util import ravel_pytree
 
 from mpigrad.communicator import Communicator, resolve
-from mpigrad.operations import _jax_compat as compat
-from mpigrad.operations import _jax_repairs as repairs
+from mpigrad.extend import (
+    CARRIER,
+    Activity,
+    call_site,
+    carrier,
+    constants_as_operands,
+    describe,
+    opaque_zero,
+    primitive,
+    set_carrier,
+    without_carriers,
+)
 from mpigrad.operations import allreduce
-from mpigrad.operations._jax_compat import Primitive, ShapedArray, ad, batching, mlir
-from mpigrad.operations.carrier import CARRIER, carrier, opaque_zero, set_carrier, without_carriers
-from mpigrad.runtime.call_sites import call_site, describe
 from mpigrad.sparse.solvers.guesses import Guesses, first_guess, next_vectors
 from mpigrad.sparse.solvers.jax_backend import (
     largest,
@@ -44,78 +51,10 @@ from mpigrad.sparse.solvers.nullspace import (
 
 __all__ = [
     "Operator",
-    "implicit_primitive",
     "linearized",
     "operator_solve_p",
     "solve_operator",
 ]
-
-# ---- Primitives that are computed by iterations and differentiated implicitly ----
-
-
-def implicit_primitive(
-    name: str,
-    *,
-    shapes: Callable[..., Sequence[ShapedArray]],
-    run: Callable[..., Any],
-    differentiate: Callable[..., tuple[list[Any], Any, Callable[..., list[Any]]]],
-) -> Primitive:
-    """Make a primitive (..., carrier) -> x, info, ... with messages, and jaxprs as parameters.
-
-    Parameters
-    ----------
-    shapes
-        (avals, **params) -> avals of the results.
-    run
-        (*operands, **params) -> the results: the computation.
-    differentiate
-        (operands, params) -> the results, a pytree of residuals, and the tangent map
-        (residuals, tangents) -> tangents of the results, linear. Info is not differentiated.
-    """
-    primitive = Primitive(f"mpigrad_{name}")
-
-    def jvp(primals: Any, tangents: Any, **params: Any) -> Any:
-        results, residuals, tangent = differentiate(primals, params)
-        return results, tangent(residuals, tangents)
-
-    def linearize(is_vjp: Any, nonzeros: Any, *primals: Any, **params: Any) -> Any:
-        results, residuals, tangent = differentiate(primals, params)
-        leaves, structure = jax.tree.flatten(residuals)
-
-        def linear(leaves: Any, *tangents: Any) -> Any:
-            return tangent(jax.tree.unflatten(structure, leaves), tangents)
-
-        return results, [i != 1 for i in range(len(results))], leaves, linear
-
-    def batch(args: Any, dims: Any, **params: Any) -> Any:
-        # One after the other, for the whole batch: another rank's operands may be batched.
-        n = next(v.shape[d] for v, d in zip(args, dims, strict=True) if d is not None)
-        mapped = [i for i, d in enumerate(dims[:-1]) if d is not None]
-        a = args[-1] if dims[-1] is None else jnp.sum(args[-1])
-
-        def one(member: Any) -> Any:
-            operands = [*args[:-1], a]
-            for i, value in zip(mapped, member[1], strict=True):
-                operands[i] = value
-            return primitive.bind(*operands, **params)
-
-        front = [jnp.moveaxis(args[i], dims[i], 0) for i in mapped]
-        results = jax.lax.map(one, (jnp.arange(n), front))
-        return results, [0] * len(results)
-
-    def eagerly(*operands: Any, **params: Any) -> Any:
-        # Compiled again by each call outside jit: the functions may close over anything.
-        return jax.jit(lambda *operands: primitive.bind(*operands, **params))(*operands)
-
-    compat.make_effectful(primitive, shapes)
-    primitive.def_impl(eagerly)
-    mlir.register_lowering(primitive, mlir.lower_fun(run, multiple_results=True))
-    ad.primitive_jvps[primitive] = jvp
-    compat.set_linearization(primitive, linearize)
-    repairs.always_stage(primitive)
-    batching.primitive_batchers[primitive] = batch
-    return primitive
-
 
 # ---- Matrix-free solves: the linear map is a function, with messages inside ----
 #
@@ -313,7 +252,7 @@ class _Map:
 
         # The messages of `back` need no link: its transpose is `jaxpr`.
         closed = jax.make_jaxpr(back)(*(var.aval for var in self.jaxpr.invars))
-        jaxpr, constants = compat.constants_as_operands(closed)
+        jaxpr, constants = constants_as_operands(closed)
         assert not constants
         return _Map(jaxpr, self.jaxpr)
 
@@ -329,7 +268,7 @@ def linearized(
 
     value, tangent = jax.linearize(linked, a, v)
     closed = jax.make_jaxpr(tangent)(_LINK, v)
-    jaxpr, residuals = compat.constants_as_operands(closed)
+    jaxpr, residuals = constants_as_operands(closed)
     return _Map(jaxpr), residuals, value
 
 
@@ -337,8 +276,6 @@ def linearized(
 # has |f(v) - A v|^2 and |A v|^2 for A v scaled to about 1, and the size of A v. x0 may also be
 # the vectors of guesses, shape (2 k, n). Then `vectors` are those for the next solve. Otherwise
 # k = 0. `null` is one of `solve_p`, without its first axis ----
-
-_Zero: Any = ad.Zero  # pyright: ignore[reportPrivateImportUsage]
 
 
 def _parts(operands: Sequence[Any], counts: tuple[int, int]) -> tuple[list[Any], ...]:
@@ -348,14 +285,14 @@ def _parts(operands: Sequence[Any], counts: tuple[int, int]) -> tuple[list[Any],
     return operands[:n], operands[n : n + m], operands[n + m :]
 
 
-def _shapes(*operands: Any, **_: Any) -> list[ShapedArray]:
+def _shapes(*operands: Any, **_: Any) -> list[Any]:
     b, x0 = operands[-4:-2]
     real = jnp.finfo(b.dtype).dtype
     k = x0.shape[0] if x0.ndim == 2 else 0
     return [
-        ShapedArray(b.shape, b.dtype),
-        ShapedArray((INFO,), real),
-        ShapedArray((k, *b.shape), b.dtype),
+        b,
+        jax.ShapeDtypeStruct((INFO,), real),
+        jax.ShapeDtypeStruct((k, *b.shape), b.dtype),
     ]
 
 
@@ -424,7 +361,7 @@ def _run(
 
 
 def _differentiate(
-    operands: Sequence[Any], params: dict[str, Any]
+    operands: Sequence[Any], params: dict[str, Any], activity: Activity
 ) -> tuple[list[Any], tuple[Any, ...], Callable[..., Any]]:
     """Return the primal results, the residuals of the tangent map, and the tangent map.
 
@@ -432,7 +369,8 @@ def _differentiate(
     every rank sends its messages.
     """
     x, info, vectors = operator_solve_p.bind(*operands, **params)
-    guessed = operands[-3].ndim == 2
+    first_shape = operands[-3].shape
+    guessed = len(first_shape) == 2
     counts, forward = params["counts"], params["forward"]
     params = {**params, "null_check": ""}
     residuals, inverse_residuals, (defect, b, _, null, a) = _parts(operands, counts)
@@ -449,50 +387,64 @@ def _differentiate(
     moved, consts = None, []
     if values:
         _, derivative = jax.linearize(product, *values)
-        moved, consts = compat.constants_as_operands(jax.make_jaxpr(derivative)(*values))
+        moved, consts = constants_as_operands(jax.make_jaxpr(derivative)(*values))
     nothing, start = defect.at[:2].set(0), jnp.zeros_like(b)
 
     def tangent(saved: Any, tangents: Sequence[Any]) -> list[Any]:
         consts, residuals, inverse_residuals, nothing, start, null, link = saved
         changes, _, (_, tb, tx0, _, ta) = _parts(tangents, counts)
-        rhs = start if type(ta) is _Zero else opaque_zero(ta, jax.typeof(start))
-        if type(tb) is not _Zero:
+        rhs = start if ta is None else opaque_zero(ta, jax.typeof(start))
+        if tb is not None:
             rhs = rhs + tb
         changes = [changes[i] for i in varying]
-        if moved is not None and (moved.effects or any(type(t) is not _Zero for t in changes)):
-            changes = [ad.instantiate_zeros(t) for t in changes]
+        if moved is not None and (moved.effects or any(t is not None for t in changes)):
+            changes = [
+                jnp.zeros_like(residuals[i]) if t is None else t
+                for i, t in zip(varying, changes, strict=True)
+            ]
             rhs = rhs - eval_jaxpr(moved, (), *consts, *changes)[0]
         # Tangents have guesses of their own, as have cotangents.
-        first = ad.instantiate_zeros(tx0) if guessed else start
+        first = start
+        if guessed:
+            first = jnp.zeros(first_shape, start.dtype) if tx0 is None else tx0
         dx, _, after = operator_solve_p.bind(
             *residuals, *inverse_residuals, nothing, rhs, first, null, link, **params
         )
-        return [dx, _Zero(compat.tangent_aval(info)), after]
+        return [dx, None, after]
 
     saved = (consts, residuals, inverse_residuals, nothing, start, null, link)
     return [x, info, vectors], saved, tangent
 
 
-def _transpose(cotangents: Any, *operands: Any, **params: Any) -> list[Any]:
-    residuals, inverse_residuals, (defect, b, x0, null, a) = _parts(operands, params["counts"])
-    params = {**params, "site": -abs(params["site"])}
+def _transpose(
+    cotangents: Sequence[Any],
+    operands: Sequence[Any],
+    linear: tuple[bool, ...],
+    params: dict[str, Any],
+) -> list[Any]:
+    residuals, inverse_residuals, (defect, _, _, null, a) = _parts(operands, params["counts"])
     if not params["solver"].symmetric:
         inverse = params["inverse"]
-        params["forward"] = params["forward"].transposed()
-        params["inverse"] = None if inverse is None else inverse.transposed()
+        params |= {
+            "forward": params["forward"].transposed(),
+            "inverse": None if inverse is None else inverse.transposed(),
+        }
         null = null[::-1].conj()  # of the transpose, not of the adjoint
     # The cotangents of guesses hold guesses for adjoint solves.
-    ct, vectors = ad.instantiate_zeros(cotangents[0]), ad.instantiate_zeros(cotangents[2])
+    ct, _, vectors = cotangents
     first = vectors if len(vectors) else jnp.zeros_like(ct)
     back, _, before = operator_solve_p.bind(
         *residuals, *inverse_residuals, defect, ct, first, null, a, **params
     )
-    linear = ad.is_undefined_primal
-    ends = [back if linear(b) else None, before if linear(x0) else None, None, None]
-    return [None] * (len(operands) - 4) + ends
+    return [None] * (len(operands) - 4) + [back, before, None, None]
 
 
-operator_solve_p = implicit_primitive(
-    "operator_solve", shapes=_shapes, run=_run, differentiate=_differentiate
+operator_solve_p = primitive(
+    "operator_solve",
+    shapes=_shapes,
+    run=_run,
+    differentiate=_differentiate,
+    undifferentiated=(1,),
+    transpose=_transpose,
+    batch="map",
 )
-ad.primitive_transposes[operator_solve_p] = _transpose

@@ -11,22 +11,24 @@ import jax.numpy as jnp
 import numpy as np
 
 from mpigrad.communicator import derivative_slot
-from mpigrad.operations import _jax_compat as compat
-from mpigrad.operations import _jax_repairs as repairs
-from mpigrad.operations import allreduce
-from mpigrad.operations._jax_compat import Primitive, ShapedArray, ad, batching, mlir
-from mpigrad.operations.carrier import (
+from mpigrad.extend import (
     CARRIER,
+    NEIGHBOR_TAG,
+    Activity,
+    as_array,
+    call_site,
     carrier,
+    describe,
+    jit_local,
     mark_common_branch,
+    neighbor_alltoallv_p,
     opaque_zero,
+    primitive,
     set_carrier,
+    take,
     without_carriers,
 )
-from mpigrad.operations.local_programs import as_array, jit_local, take
-from mpigrad.operations.primitive import run_eagerly
-from mpigrad.operations.v_collectives import NEIGHBOR_TAG, neighbor_alltoallv_p
-from mpigrad.runtime.call_sites import call_site, describe
+from mpigrad.operations import allreduce
 from mpigrad.solution import Solution
 from mpigrad.sparse.matrix.matrix import Matrix, apply
 from mpigrad.sparse.matrix.pattern import Pattern
@@ -349,17 +351,14 @@ def _check_solver(solver: LinearSolver, pattern: Pattern, dtype: Any) -> None:
 # n_local). Then `vectors` are those for the next solve. Otherwise k = 0. `null` has orthonormal
 # null vectors, shape (1 or B, 1 or 2, k, n_local): right ones, and left ones if they differ ----
 
-solve_p = Primitive("mpigrad_solve")
-_Zero: Any = ad.Zero  # pyright: ignore[reportPrivateImportUsage]
 
-
-def _shapes(values: Any, b: Any, x0: Any, *_: Any, **__: Any) -> list[ShapedArray]:
+def _shapes(values: Any, b: Any, x0: Any, *_: Any, **__: Any) -> list[Any]:
     real = np.finfo(b.dtype).dtype
     k = x0.shape[1] if x0.ndim == 3 else 0
     return [
-        ShapedArray(b.shape, b.dtype),
-        ShapedArray((b.shape[0], INFO), real),
-        ShapedArray((b.shape[0], k, b.shape[1]), b.dtype),
+        b,
+        jax.ShapeDtypeStruct((b.shape[0], INFO), real),
+        jax.ShapeDtypeStruct((b.shape[0], k, b.shape[1]), b.dtype),
     ]
 
 
@@ -485,62 +484,48 @@ def _product(pattern: Pattern, values: jax.Array, x: jax.Array) -> jax.Array:
 
 
 def _differentiate(
-    primals: Sequence[Any], params: dict[str, Any]
+    primals: Sequence[Any], params: dict[str, Any], activity: Activity
 ) -> tuple[list[Any], tuple[Any, ...], Callable[..., Any]]:
     """Return the primal results, the residuals of the tangent map, and the tangent map."""
     values, b, x0, values_id, null, a = primals
     guessed = x0.ndim == 3
     x, info, vectors = solve_p.bind(values, b, x0, values_id, null, a, **params)
     params = {**params, "null_check": ""}
-    pattern = params["pattern"]
+    pattern, x_type, guesses = params["pattern"], jax.typeof(x), jax.typeof(x0)
     # The tangent's carrier depends on x, so that it is active on every rank on which x is.
     link = a + opaque_zero(x, CARRIER)
     all_x = _local_and_ghost(pattern, x, link, params["site"])
 
     def tangent(residuals: Any, tangents: Any) -> list[Any]:
         (values, link, all_x, values_id, null), (tv, tb, tx0, _, _, ta) = residuals, tangents
-        if type(tb) is not _Zero:
-            rhs = tb
-        elif type(tv) is _Zero:  # inactive here, perhaps active elsewhere: solve all the same
-            rhs = opaque_zero(ad.instantiate_zeros(ta), jax.typeof(x))
-        else:
-            rhs = None
-        if type(tv) is not _Zero:
+        rhs = tb
+        if tv is not None:
             moved = _product(pattern, tv, all_x)
             rhs = -moved if rhs is None else rhs - moved
+        elif rhs is None:  # inactive here, perhaps active elsewhere: solve all the same
+            rhs = jnp.zeros(x_type.shape, x_type.dtype)
+            rhs = rhs if ta is None else opaque_zero(ta, x_type)
         # Tangents have guesses of their own, as have cotangents.
-        first = ad.instantiate_zeros(tx0) if guessed else np.zeros((len(x), 0), x.dtype)
+        first = np.zeros((x_type.shape[0], 0), x_type.dtype)
+        if guessed:
+            first = jnp.zeros(guesses.shape, guesses.dtype) if tx0 is None else tx0
         dx, _, after = solve_p.bind(values, rhs, first, values_id, null, link, **params)
-        return [dx, _Zero(compat.tangent_aval(info)), after]
+        return [dx, None, after]
 
     return [x, info, vectors], (values, link, all_x, info[0, -1:], null), tangent
 
 
-def _jvp(primals: Any, tangents: Any, **params: Any) -> Any:
-    results, residuals, tangent = _differentiate(primals, params)
-    return results, tangent(residuals, tangents)
-
-
-def _linearize(is_vjp: Any, nonzeros: Any, *primals: Any, **params: Any) -> Any:
-    results, residuals, tangent = _differentiate(primals, params)
-    return results, [True, False, True], list(residuals), lambda saved, *ts: tangent(saved, ts)
-
-
 def _transpose(
-    cotangents: Any,
-    values: Any,
-    b: Any,
-    x0: Any,
-    values_id: Any,
-    null: Any,
-    a: Any,
-    **params: Any,
+    cotangents: Sequence[Any],
+    operands: Sequence[Any],
+    linear: tuple[bool, ...],
+    params: dict[str, Any],
 ) -> list[Any]:
     # Linear in b: the adjoint is a solve with the transposed matrix. The cotangents of guesses hold
     # guesses for adjoint solves. They are used on all ranks or on none, as their shapes say.
-    ct, vectors = ad.instantiate_zeros(cotangents[0]), ad.instantiate_zeros(cotangents[2])
+    values, _, _, values_id, null, a = operands
+    ct, _, vectors = cotangents
     guessed = vectors.shape[1] > 0
-    params = {**params, "site": -abs(params["site"])}
     pattern, solver = params["pattern"], params["solver"]
     if not solver.symmetric:
         params |= {"pattern": transposed(pattern), "solver": solver.transposed}
@@ -550,11 +535,10 @@ def _transpose(
         null = null[:, ::-1].conj()  # of the transpose, not of the adjoint
     first = vectors if guessed else np.zeros((len(ct), 0), ct.dtype)
     back, _, before = solve_p.bind(values, ct, first, values_id, null, a, **params)
-    linear = ad.is_undefined_primal
-    return [None, back if linear(b) else None, before if linear(x0) else None, None, None, None]
+    return [None, back, before, None, None, None]
 
 
-def _batch(args: Any, dims: Any, **params: Any) -> Any:
+def _batch(args: Sequence[Any], dims: Sequence[Any], params: dict[str, Any]) -> Any:
     (values, b, x0, values_id, null, a), (dv, db, dx, dk, dn, da) = args, dims
     n = next(v.shape[d] for v, d in zip(args, dims, strict=True) if d is not None)
     # If b is not batched, another rank's may be: solve for the batch.
@@ -581,11 +565,13 @@ def _for_each(v: Any, axis: int | None, n: int, inner: int) -> Any:
     return v if len(v) == 1 else jnp.tile(v, (n,) + (1,) * (v.ndim - 1))
 
 
-compat.make_effectful(solve_p, _shapes)
-run_eagerly(solve_p, lambda params: params["pattern"].derived)  # they go with their pattern
-mlir.register_lowering(solve_p, mlir.lower_fun(_run, multiple_results=True))
-ad.primitive_jvps[solve_p] = _jvp
-compat.set_linearization(solve_p, _linearize)
-repairs.always_stage(solve_p)
-ad.primitive_transposes[solve_p] = _transpose
-batching.primitive_batchers[solve_p] = _batch
+solve_p = primitive(
+    "solve",
+    shapes=_shapes,
+    run=_run,
+    programs=lambda params: params["pattern"].derived,  # they go with their pattern
+    differentiate=_differentiate,
+    undifferentiated=(1,),
+    transpose=_transpose,
+    batch=_batch,
+)

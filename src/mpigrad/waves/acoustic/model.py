@@ -14,10 +14,9 @@ from mpi4py import MPI
 
 from mpigrad.collective_errors import assert_same_on_all_ranks, raise_on_all_ranks
 from mpigrad.communicator import Communicator
-from mpigrad.grid.grid import Grid
+from mpigrad.extend import Array, Float, as_array
+from mpigrad.grid import Grid
 from mpigrad.operations import allreduce, require
-from mpigrad.operations.local_programs import as_array
-from mpigrad.runtime.shapes import Array, Float
 from mpigrad.waves import arguments
 from mpigrad.waves.absorbing import WaveTile, damping, layer_filter, widths_of
 from mpigrad.waves.acoustic.reference import (

@@ -10,10 +10,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from mpigrad.grid.grid import Grid
-from mpigrad.grid.halo_exchange import halo_exchange
-from mpigrad.operations.local_programs import put, take
-from mpigrad.runtime.shapes import Array, Float
+from mpigrad.extend import Array, Float, put, take
+from mpigrad.grid import Grid, halo_exchange
 from mpigrad.waves.absorbing import WaveTile, exchange_faces
 from mpigrad.waves.acoustic.scheme import Scheme, State, pack, unpack
 from mpigrad.waves.arguments import SECOND_DERIVATIVES, wave_equation_limit

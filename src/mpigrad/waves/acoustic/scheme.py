@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from mpigrad.runtime.shapes import Array, Float, Int
+from mpigrad.extend import Array, Float, Int
 from mpigrad.waves.absorbing import WaveTile
 from mpigrad.waves.arguments import common_settings, fingerprint, wave_equation_limit
 from mpigrad.waves.native_run import AcousticSettings, Run, RunSettings, native_axes

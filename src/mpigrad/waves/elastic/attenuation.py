@@ -12,8 +12,8 @@ import numpy as np
 from mpi4py import MPI
 
 from mpigrad.communicator import Communicator
+from mpigrad.extend import Array, Float
 from mpigrad.operations import allreduce, require
-from mpigrad.runtime.shapes import Array, Float
 from mpigrad.waves.arguments import limiting_square
 from mpigrad.waves.elastic.media import Media, Tile
 from mpigrad.waves.relaxation import Relaxation

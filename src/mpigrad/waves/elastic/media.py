@@ -12,8 +12,8 @@ import numpy as np
 from jax import lax
 from jax.typing import ArrayLike
 
-from mpigrad.grid.halo_exchange import halo_exchange
-from mpigrad.runtime.shapes import Array, Float
+from mpigrad.extend import Array, Float
+from mpigrad.grid import halo_exchange
 from mpigrad.waves.absorbing import WaveTile, Widths, widths_of
 
 __all__ = [

@@ -11,10 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from mpigrad.collective_errors import raise_on_all_ranks
-from mpigrad.grid.grid import Grid
+from mpigrad.extend import Array, Float, as_array
+from mpigrad.grid import Grid
 from mpigrad.operations import allreduce
-from mpigrad.operations.local_programs import as_array
-from mpigrad.runtime.shapes import Array, Float
 from mpigrad.waves import arguments
 from mpigrad.waves.absorbing import WaveTile, layer
 from mpigrad.waves.arguments import assert_same_run, staggered_limit

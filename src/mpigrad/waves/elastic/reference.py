@@ -24,8 +24,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from mpigrad.operations.local_programs import put, take
-from mpigrad.runtime.shapes import Array, Float
+from mpigrad.extend import Array, Float, put, take
 from mpigrad.waves.absorbing import Layer, exchange_faces
 from mpigrad.waves.elastic.attenuation import Loss, relax
 from mpigrad.waves.elastic.media import (

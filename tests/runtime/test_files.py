@@ -5,7 +5,7 @@ import pathlib
 
 import pytest
 
-from mpigrad.io import files as atomic_write
+from mpigrad.runtime import files
 
 pytestmark = pytest.mark.ranks(1)
 
@@ -16,11 +16,11 @@ def test_processes_write_the_same_path(tmp_path):
 
     def write(file):
         assert len(list(tmp_path.iterdir())) == 1
-        atomic_write.write_atomically(path, lambda inner: inner.write(b"inner"))
+        files.write_atomically(path, lambda inner: inner.write(b"inner"))
         assert path.read_bytes() == b"inner"
         file.write(b"outer")
 
-    atomic_write.write_atomically(path, write)
+    files.write_atomically(path, write)
     assert path.read_bytes() == b"outer"
     assert list(tmp_path.iterdir()) == [path]
     assert path.stat().st_mode & 0o777 == 0o666 & ~os.umask(os.umask(0o022))
@@ -30,15 +30,15 @@ def test_never_follows_a_link(tmp_path, monkeypatch):
     """Where a link has the temporary name, its target stays as it is."""
     target = tmp_path / "target"
     target.write_bytes(b"kept")
-    monkeypatch.setattr(atomic_write.secrets, "token_hex", lambda _: "same")
+    monkeypatch.setattr(files.secrets, "token_hex", lambda _: "same")
     (tmp_path / ".file.same").symlink_to(target)
     with pytest.raises(FileExistsError):
-        atomic_write.write_atomically(tmp_path / "file", lambda file: file.write(b"lost"))
+        files.write_atomically(tmp_path / "file", lambda file: file.write(b"lost"))
     assert target.read_bytes() == b"kept"
 
 
 def test_waits_for_the_directory(tmp_path, monkeypatch):
     synchronised: list[pathlib.Path] = []
-    monkeypatch.setattr(atomic_write, "sync_directory", synchronised.append)
-    atomic_write.write_atomically(tmp_path / "file", lambda file: file.write(b"1"))
+    monkeypatch.setattr(files, "sync_directory", synchronised.append)
+    files.write_atomically(tmp_path / "file", lambda file: file.write(b"1"))
     assert synchronised == [tmp_path]
