@@ -165,7 +165,7 @@ def waves(n: int, axes: int, steps: tuple[int, int], method: str, physics: str) 
     import jax.numpy as jnp
 
     import mpigrad as mg
-    from mpigrad.waves import Survey
+    from mpigrad.waves import Storage, Survey
     from mpigrad.waves.acoustic import Acoustic
     from mpigrad.waves.elastic import Elastic, lame
 
@@ -189,7 +189,7 @@ def waves(n: int, axes: int, steps: tuple[int, int], method: str, physics: str) 
             height = 1e3
         else:
             # With checkpoints in few steps the program is three times longer to compile.
-            common |= {"checkpoints": "all", "source": "force_x", "components": ("vx",)}
+            common |= {"storage": Storage("all"), "source": "force_x", "components": ("vx",)}
             model = Elastic(grid, frequency=FREQUENCY, **common)
             height = 1e9 * SPACING**axes  # for velocities of about 1
         wavelets = np.float32(height) * ricker(count)[None, None]

@@ -41,7 +41,7 @@ def measure(o: argparse.Namespace) -> None:
 
     import mpigrad
     from mpigrad.grid import Grid
-    from mpigrad.waves import History, Survey
+    from mpigrad.waves import Storage, Survey
     from mpigrad.waves.acoustic import Acoustic
     from mpigrad.waves.elastic import Elastic, lame
 
@@ -51,19 +51,19 @@ def measure(o: argparse.Namespace) -> None:
     comm = grid.comm
     common: dict[str, Any] = {"dt": case.DT, "steps": o.steps, "pml": case.PML[o.axes]}
     if keep in ("all", "boundary") or keep.isdigit():
-        common["checkpoints"] = int(keep) if keep.isdigit() else keep
+        common["storage"] = Storage(int(keep) if keep.isdigit() else keep)  # type: ignore[arg-type]
     if keep == "memory":
-        common["memory"] = int(o.budget)
+        common["storage"] = Storage(memory=int(o.budget))
     place, _, precision = keep.rpartition("-")
     if precision.isdigit() and place:  # states in files
-        common |= {"checkpoints": int(precision), "memory": History(directory=o.directory)}
+        common["storage"] = Storage(int(precision), directory=o.directory)
     elif keep == "file" or place:
-        common["memory"] = History(
+        common["storage"] = Storage(
             precision=precision if place else None,  # type: ignore[arg-type]
             directory=o.directory,
         )
     elif keep in ("bfloat16", "float16"):
-        common["memory"] = History(int(o.budget), keep)  # type: ignore[arg-type]
+        common["storage"] = Storage(memory=int(o.budget), precision=keep)  # type: ignore[arg-type]
     vp = case.random_model(grid.shape)[grid.slices]
     source, height = case.source_cell(shape), 1.0
     receivers = [(i, *source[1:-1], source[-1] - o.cells // 5) for i in range(1, o.cells - 1)]

@@ -32,8 +32,8 @@ FLOORS = (
     ("launch",),
     ("__main__", "mpigrad_apps"),
 )
-# The core, whose rooms know each other's files. All rooms above it import doors only: a package or a
-# module at the top, by the names that it exports.
+# The core, whose rooms know each other's files. All rooms above it import doors only: packages, or
+# modules at the top, by the names that they export.
 CORE = {
     *("_version", "solution", "_lazy", "runtime", "guard", "communicator", "collective_errors"),
     *("operations", "profiling", "autodiff", "compilation", "extend"),

@@ -9,7 +9,7 @@ import numpy as np
 import mpigrad
 from mpigrad.communicator import default_communicator
 from mpigrad.grid import Grid
-from mpigrad.waves import Acoustic, History, Survey
+from mpigrad.waves import Acoustic, Storage, Survey
 
 directory = sys.argv[1]
 comm = default_communicator()
@@ -26,14 +26,14 @@ def gradient(steps, **settings):
 
 texts = []
 try:
-    gradient(3000, memory=History(directory=directory))
+    gradient(3000, storage=Storage(directory=directory))
 except Exception as error:
     texts.append(str(error))
 (text,) = texts
 assert f"in '{directory}' for its history, and " in text, text
 assert "MB (" in text and "are free there" in text, text
 for _ in range(3):
-    own = gradient(100, memory=History(directory=directory))
+    own = gradient(100, storage=Storage(directory=directory))
 assert os.listdir(directory) == []
 assert np.array_equal(own, gradient(100))
 print(f"rank {comm.rank}: refused, then equal, nothing left", flush=True)

@@ -9,7 +9,7 @@ import numpy as np
 
 import mpigrad
 from mpigrad.grid import Grid
-from mpigrad.waves import acoustic, elastic
+from mpigrad.waves import Storage, acoustic, elastic
 
 STEPS, BUDGET = 3000, int(sys.argv[1])
 grid = Grid((60, 60), (10.0, 10.0))
@@ -50,10 +50,10 @@ def main():
     kinds = (pressure, velocities)
     for waves in kinds:
         gradient(waves, steps=20)  # the fields of a step stay
-        found[waves] = gradient(waves, memory=BUDGET)
+        found[waves] = gradient(waves, storage=Storage(memory=BUDGET))
     for waves in kinds:
         g, within = found[waves]
-        every, stored = gradient(waves, checkpoints="all")
+        every, stored = gradient(waves, storage=Storage("all"))
         print(json.dumps((waves.__name__, within, stored, np.array_equal(g, every))))
 
 

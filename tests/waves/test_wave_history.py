@@ -19,7 +19,7 @@ import mpigrad
 from launching import PROGRAMS, command, run
 from mpigrad.communicator import Communicator
 from mpigrad.grid import Grid
-from mpigrad.waves import Acoustic, Elastic, History, Survey, ricker
+from mpigrad.waves import Acoustic, Elastic, Storage, Survey, ricker
 from mpigrad.waves.elastic.model import make_scheme
 from mpigrad.waves.native_run import propagate
 
@@ -76,7 +76,7 @@ def gradient(comm: Communicator, kind: str, **settings: Any) -> list[np.ndarray]
 @functools.cache
 def exact(comm: Communicator, kind: str) -> list[np.ndarray]:
     """Return the gradient with the whole history in memory."""
-    return gradient(comm, kind, checkpoints="all")
+    return gradient(comm, kind, storage=Storage("all"))
 
 
 def equal(a: list[np.ndarray], b: list[np.ndarray]) -> bool:
@@ -115,7 +115,7 @@ def scratch(comm: Communicator, tmp_path_factory: pytest.TempPathFactory) -> Ite
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("precision", ["bfloat16", "float16"])
 def test_the_error_of_gradients_from_16_bits(comm: Communicator, kind: str, precision: Any) -> None:
-    got = gradient(comm, kind, memory=History(precision=precision))
+    got = gradient(comm, kind, storage=Storage(precision=precision))
     for slope, expected in zip(got, exact(comm, kind), strict=True):
         apart, turned = errors(comm, slope, expected)
         bound = BOUNDS[precision] * (ELASTIC if kind == "elastic" else 1)
@@ -123,12 +123,13 @@ def test_the_error_of_gradients_from_16_bits(comm: Communicator, kind: str, prec
         assert turned < bound**2
 
 
-@pytest.mark.parametrize("settings", [{"checkpoints": 9}, {"memory": 1}, {"threads": 2}])
+@pytest.mark.parametrize("settings", [{"keep": 9}, {"memory": 1}, {"threads": 2}])
 def test_16_bits_of_steps_that_are_computed_again(comm: Communicator, settings: Any) -> None:
     """They are converted in any case, so the gradient has the same bits."""
-    expected = gradient(comm, "acoustic", memory=History(precision="float16"))
-    memory = History(settings.pop("memory", None), "float16")
-    assert equal(gradient(comm, "acoustic", memory=memory, **settings), expected)
+    expected = gradient(comm, "acoustic", storage=Storage(precision="float16"))
+    threads = settings.pop("threads", None)
+    storage = Storage(precision="float16", **settings)
+    assert equal(gradient(comm, "acoustic", storage=storage, threads=threads), expected)
 
 
 @pytest.mark.cases(
@@ -136,33 +137,32 @@ def test_16_bits_of_steps_that_are_computed_again(comm: Communicator, settings: 
     reason="each kind, and files of steps, of states and of two threads",
 )  # fmt: skip
 @pytest.mark.parametrize(("kind", "settings"), [
-    ("acoustic", {}), ("acoustic", {"checkpoints": 9}), ("acoustic", {"threads": 2}),
-    ("volume", {}), ("elastic", {}), ("elastic", {"checkpoints": 9}), ("elastic volume", {}),
-    ("elastic volume", {"checkpoints": 9}),
+    ("acoustic", {}), ("acoustic", {"keep": 9}), ("acoustic", {"threads": 2}),
+    ("volume", {}), ("elastic", {}), ("elastic", {"keep": 9}), ("elastic volume", {}),
+    ("elastic volume", {"keep": 9}),
 ])  # fmt: skip
 def test_files_give_the_same_bits_as_memory(
     comm: Communicator, kind: str, settings: Any, scratch: str
 ) -> None:
     """The force of elastic volumes changes the history of the step before for a moment."""
-    got = gradient(comm, kind, memory=History(directory=scratch), **settings)
+    storage = Storage(settings.pop("keep", None), directory=scratch)
+    got = gradient(comm, kind, storage=storage, **settings)
     assert equal(got, exact(comm, kind))
 
 
 @pytest.mark.cases("elastic", reason="the files of both are the same")
 @pytest.mark.parametrize("kind", ["volume", "elastic"])
 def test_16_bits_in_files(comm: Communicator, kind: str, scratch: str) -> None:
-    got = gradient(comm, kind, memory=History(precision="float16", directory=scratch))
-    assert equal(got, gradient(comm, kind, memory=History(precision="float16")))
+    got = gradient(comm, kind, storage=Storage(precision="float16", directory=scratch))
+    assert equal(got, gradient(comm, kind, storage=Storage(precision="float16")))
 
 
-@pytest.mark.parametrize("checkpoints", [None, 9])
+@pytest.mark.parametrize("keep", [None, 9])
 def test_gradients_after_the_file_was_given_away(
-    comm: Communicator, checkpoints: int | None, scratch: str
+    comm: Communicator, keep: int | None, scratch: str
 ) -> None:
     """A pull-back that is called twice, and after another run has taken its file."""
-    loss, models = case(
-        comm, "acoustic", memory=History(directory=scratch), checkpoints=checkpoints
-    )
+    loss, models = case(comm, "acoustic", storage=Storage(keep, directory=scratch))
     _, first = mpigrad.vjp(loss, *models)
     _, second = mpigrad.vjp(loss, *models)
     assert len(files(scratch)) == 2
@@ -180,8 +180,8 @@ def test_stored_bytes(comm: Communicator, dtype: Any, scratch: str) -> None:
     """They are the values of a run in full precision, rounded to the nearest, to even in ties."""
     stored: dict[str | None, np.ndarray] = {}
     for precision in (None, "bfloat16", "float16"):
-        memory: Any = History(precision=precision, directory=scratch)
-        gradient(comm, "acoustic", dtype=dtype, memory=memory)  # the file before it is given back
+        storage: Any = Storage(precision=precision, directory=scratch)
+        gradient(comm, "acoustic", dtype=dtype, storage=storage)  # the file before it is given back
         (path,) = files(scratch)
         stored[precision] = np.fromfile(path, np.uint8).reshape(SHOTS * STEPS, -1)
     rows, columns, page = 48, 64, 4096  # with layers and margins. Items are whole pages
@@ -220,17 +220,17 @@ def cut(path: str) -> None:
     os.truncate(path, os.path.getsize(path) // 2)
 
 
-@pytest.mark.parametrize(("damage", "checkpoints", "text"), [
+@pytest.mark.parametrize(("damage", "keep", "text"), [
     (flip, None, "was damaged: the checksum of an item differs"),
     (cut, 9, "the file is too short"),
 ])  # fmt: skip
 def test_a_damaged_file(
-    comm: Communicator, scratch: str, damage: Any, checkpoints: int | None, text: str
+    comm: Communicator, scratch: str, damage: Any, keep: int | None, text: str
 ) -> None:
     """The file of one rank, and all ranks get the error."""
-    memory = History(directory=scratch)
-    gradient(comm, "volume", memory=memory)  # one file is open then
-    loss, models = case(comm, "volume", memory=memory, checkpoints=checkpoints)
+    storage = Storage(directory=scratch)
+    gradient(comm, "volume", storage=storage)  # one file is open then
+    loss, models = case(comm, "volume", storage=Storage(keep, directory=scratch))
     _, pull_back = mpigrad.vjp(loss, *models)
     if comm.rank == comm.size - 1:
         for path in files(scratch):
@@ -238,38 +238,38 @@ def test_a_damaged_file(
     with pytest.raises(Exception, match=f"rank {comm.size - 1} .*{text}") as raised:
         pull_back(jnp.float32(1))
     assert f"'{scratch}'" in str(raised.value)
-    assert equal(gradient(comm, "volume", memory=memory), exact(comm, "volume"))
+    assert equal(gradient(comm, "volume", storage=storage), exact(comm, "volume"))
 
 
 def test_a_write_that_fails(comm: Communicator, scratch: str) -> None:
-    memory = History(directory=scratch)
-    expected = gradient(comm, "acoustic", memory=memory)  # its file is used again, as it is
+    storage = Storage(directory=scratch)
+    expected = gradient(comm, "acoustic", storage=storage)  # its file is used again, as it is
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     if comm.rank == comm.size - 1:
         size = os.path.getsize(*files(scratch)) // 2
         resource.setrlimit(resource.RLIMIT_FSIZE, (size, limits[1]))
     try:
         with pytest.raises(Exception, match="cannot write a history to a file in") as raised:
-            gradient(comm, "acoustic", memory=memory)
+            gradient(comm, "acoustic", storage=storage)
         assert f"rank {comm.size - 1} " in str(raised.value)
         # Now a new file is needed, whose space is not there.
         with pytest.raises(
             Exception, match=f"rank {comm.size - 1} needs .* bytes.* in '{scratch}'"
         ):
-            gradient(comm, "volume", memory=memory)
+            gradient(comm, "volume", storage=storage)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    assert equal(gradient(comm, "acoustic", memory=memory), expected)
+    assert equal(gradient(comm, "acoustic", storage=storage), expected)
 
 
 def test_directories_that_cannot_be_used(comm: Communicator, scratch: str) -> None:
     """On one rank only, and all ranks get the error before the first step."""
     missing = f"{scratch}/none" if comm.rank == comm.size - 1 else scratch
     with pytest.raises(Exception, match=f"rank {comm.size - 1} cannot create a file in") as raised:
-        gradient(comm, "elastic", memory=History(directory=missing))
+        gradient(comm, "elastic", storage=Storage(directory=missing))
     assert f"'{scratch}/none': No such file or directory" in str(raised.value)
     with pytest.raises(Exception, match="'/proc': "):
-        gradient(comm, "elastic", memory=History(directory="/proc"))
+        gradient(comm, "elastic", storage=Storage(directory="/proc"))
 
 
 @pytest.mark.long("two ranks start and compile; test_a_write_that_fails is short")
@@ -290,17 +290,17 @@ def test_a_full_disk() -> None:
 
 @pytest.mark.ranks(2)
 def test_ranks_with_different_histories(comm: Communicator) -> None:
-    memory = History(precision="float16" if comm.rank else None)
-    expected = "precision of the history must be .* got None on rank 0; float16 on rank 1"
+    storage = Storage(precision="float16" if comm.rank else None)
+    expected = "storage: precision must be .* got None on rank 0; float16 on rank 1"
     with pytest.raises(ValueError, match=expected):
-        gradient(comm, "acoustic", memory=memory)
+        gradient(comm, "acoustic", storage=storage)
 
 
 @pytest.mark.ranks(1)
 @pytest.mark.parametrize(("make", "text"), [
-    (lambda: History(precision="float8"), "precision"),  # type: ignore[arg-type]
-    (lambda: History(memory=-1), "at least 0 bytes"),
-    (lambda: History(memory=1, directory="/tmp"), "Give one of both"),
+    (lambda: Storage(precision="float8"), "precision"),  # type: ignore[arg-type]
+    (lambda: Storage(memory=-1), "at least 0 bytes"),
+    (lambda: Storage(memory=1, directory="/tmp"), "Give one of both"),
 ])  # fmt: skip
 def test_rejects_invalid_histories(make: Any, text: str) -> None:
     with pytest.raises((ValueError, TypeError), match=text):  # types are checked in tests
@@ -308,6 +308,6 @@ def test_rejects_invalid_histories(make: Any, text: str) -> None:
 
 
 @pytest.mark.ranks(1)
-def test_a_number_is_a_history(comm: Communicator) -> None:
-    for memory in (10_000, History(10_000)):
-        assert equal(gradient(comm, "acoustic", memory=memory), exact(comm, "acoustic"))
+def test_a_limit_of_memory(comm: Communicator) -> None:
+    storage = Storage(memory=10_000)
+    assert equal(gradient(comm, "acoustic", storage=storage), exact(comm, "acoustic"))

@@ -11,24 +11,29 @@ import pytest
 
 from mpigrad.communicator import Communicator
 from mpigrad.grid import Grid
-from mpigrad.waves import Acoustic, Elastic, History, Survey, fit_relaxation
-from mpigrad.waves.options import AXES, MEMORIES, PROGRAMS, check_options, runs_native
+from mpigrad.waves import Acoustic, Elastic, Storage, Survey, fit_relaxation
+from mpigrad.waves.options import AXES, PROGRAMS, check_options, runs_native
 
 PAGE = pathlib.Path(__file__).parents[2] / "docs" / "acoustic.md"
 SETTINGS: dict[str, dict[str, Any]] = {
     "order=8": {"order": 8, "pml": 4},
     "free_surface": {"free_surface": "y0"},
     "relaxation": {"relaxation": fit_relaxation(30.0, (3.0, 40.0), 1)},
-    'checkpoints="all"': {"checkpoints": "all"},
-    "checkpoints=k": {"checkpoints": 3},
-    'checkpoints="boundary"': {"checkpoints": "boundary"},
-    "memory=bytes": {"memory": 1000},
-    "History(precision=...)": {"memory": History(precision="float16")},
-    "History(directory=...)": {"memory": History(directory="scratch")},
+    'Storage("all")': {"storage": Storage("all")},
+    "Storage(k)": {"storage": Storage(3)},
+    'Storage("boundary")': {"storage": Storage("boundary")},
+    "Storage(memory=...)": {"storage": Storage(memory=1000)},
+    "Storage(precision=...)": {"storage": Storage(precision="float16")},
+    "Storage(directory=...)": {"storage": Storage(directory="scratch")},
     "threads": {"threads": 2},
-    "checkpoints=None": {},
 }
-FORMS = ("memory=bytes", "History(precision=...)", "History(directory=...)")
+# The parameters of a Storage that its `keep` leaves a meaning.
+MEANT = {
+    None: {"memory", "precision", "directory"},
+    3: {"precision", "directory"},
+    "all": {"precision", "directory"},
+    "boundary": {"memory"},
+}
 
 pytestmark = pytest.mark.ranks(1)
 
@@ -52,8 +57,8 @@ def refusal(make: Any) -> str:
 def cases() -> Any:
     for (option, columns), axes in itertools.product(AXES.items(), (2, 3)):
         for (kind, program), there in zip(PROGRAMS, columns, strict=True):
-            # Only Elastic has these arguments, and needs a density.
-            if kind == "Elastic" or option not in ("free_surface", "relaxation"):
+            # Only Elastic has this argument, and needs a density.
+            if kind == "Elastic" or option != "relaxation":
                 yield option, axes, kind, program, axes in there
 
 
@@ -68,13 +73,13 @@ def test_every_case_has_the_options_of_the_table(comm: Communicator) -> None:
             name = next(iter(SETTINGS[option]))
             assert text.startswith(f"{kind}: {name}"), text
             assert f'(chosen by backend="{program}"). Leave {name} out. {kind} has it in ' in text
-    for checkpoints, forms in MEMORIES.items():
-        for form in FORMS:
-            settings = {**SETTINGS[checkpoints], **SETTINGS[form]}
-            text = refusal(lambda s=settings: model(comm, "Acoustic", 2, **s))
-            assert (text == "") == (form in forms), (checkpoints, form, text)
+    given: dict[str, Any] = {"memory": 9, "precision": "float16", "directory": "scratch"}
+    for keep, meant in MEANT.items():
+        for name, value in given.items():
+            text = refusal(lambda k=keep, n=name, v=value: Storage(k, **{n: v}))
+            assert (text == "") == (name in meant), (keep, name, text)
             if text:
-                assert f"has no effect with {checkpoints.replace('=k', '=3')}. Leave one" in text
+                assert f"has no effect with keep={keep!r}. Leave one of both out." in text
 
 
 def test_options_that_only_jax_programs_have_select_one(comm: Communicator) -> None:
@@ -88,6 +93,17 @@ def test_options_that_only_jax_programs_have_select_one(comm: Communicator) -> N
         assert runs_native(plain)
         assert not runs_native(plain, density=True)
         check_options("Acoustic.propagate", model(comm, "Acoustic", axes), density=True)
+
+
+@pytest.mark.parametrize("kind", ["Acoustic", "Elastic"])
+def test_a_free_surface_has_no_layer(comm: Communicator, kind: str) -> None:
+    plain = model(comm, kind, 3, free_surface="z0")
+    assert plain.pml == ((2, 2), (2, 2), (0, 2))
+    assert model(comm, kind, 3, free_surface="z0", pml=plain.pml) == plain
+    with pytest.raises(ValueError, match=f"{kind}: the free surface is side 0 of axis 2, but pml"):
+        model(comm, kind, 3, free_surface="z0", pml=((2, 2),) * 3)
+    with pytest.raises(ValueError, match=rf"{kind}: free_surface must be one of \('x0', 'x1', "):
+        model(comm, kind, 2, free_surface="z0")
 
 
 @pytest.mark.parametrize("axes", [2, 3])
@@ -119,9 +135,11 @@ def test_the_page_has_the_tables() -> None:
     heads = [f"`{kind}`, {'native' if p == 'native' else 'JAX program'}" for kind, p in PROGRAMS]
     rows = [(f"`{option}`", *(words[axes] for axes in there)) for option, there in AXES.items()]
     assert markdown(("", *heads), rows) in PAGE.read_text(), markdown(("", *heads), rows)
+    names = ("memory", "precision", "directory")
+    keeps = {None: "keep=None", 3: "keep=k", "all": 'keep="all"', "boundary": 'keep="boundary"'}
     rows = [
-        (f"`{c}`", *("yes" if form in known else "error" for form in FORMS))
-        for c, known in MEMORIES.items()
+        (f"`{keeps[keep]}`", *("yes" if name in meant else "error" for name in names))
+        for keep, meant in MEANT.items()
     ]
-    heads = [f"`{form}`" for form in FORMS]
+    heads = [f"`{name}=`" for name in names]
     assert markdown(("", *heads), rows) in PAGE.read_text(), markdown(("", *heads), rows)

@@ -3,15 +3,15 @@
 from mpigrad.waves.absorbing import WaveTile
 from mpigrad.waves.acoustic import Acoustic
 from mpigrad.waves.elastic import Elastic, lame
-from mpigrad.waves.options import History
+from mpigrad.waves.options import Storage
 from mpigrad.waves.relaxation import Relaxation, fit_relaxation
 from mpigrad.waves.survey import Survey, ricker
 
 __all__ = [
     "Acoustic",
     "Elastic",
-    "History",
     "Relaxation",
+    "Storage",
     "Survey",
     "WaveTile",
     "fit_relaxation",

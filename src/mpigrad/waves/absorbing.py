@@ -7,7 +7,7 @@ import functools
 import math
 import operator
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +20,8 @@ __all__ = [
     "Face",
     "Layer",
     "LayerFilter",
+    "Side",
+    "Surface",
     "WaveTile",
     "Widths",
     "damping",
@@ -27,7 +29,9 @@ __all__ = [
     "largest_damping",
     "layer",
     "layer_filter",
+    "surface_of",
     "widths_of",
+    "without_layer",
 ]
 
 # ---- Perfectly matched layers: widths, damping profiles, and tiles extended by layers ----
@@ -60,6 +64,64 @@ def widths_of(pml: Any, axes: int = 2) -> Widths:
     if min(min(pair) for pair in widths) < 0:
         raise ValueError(f"pml: widths must not be negative, got {pml!r}. Use 0 for no layer.")
     return widths
+
+
+# ---- A side without a layer: a free surface ----
+
+
+Side = Literal["x0", "x1", "y0", "y1", "z0", "z1"]
+
+
+class Surface(NamedTuple):
+    """The first (end 0) or last (end 1) side of an axis."""
+
+    axis: int
+    end: int
+
+
+def surface_of(side: Side | None, axes: int, name: str) -> Surface | None:
+    """Return the surface of a name such as "z0", the side before the first cell along z.
+
+    Raises
+    ------
+    ValueError
+        If there is not such a side.
+    """
+    if side is None:
+        return None
+    sides = [f"{axis}{end}" for axis in "xyz"[:axes] for end in (0, 1)]
+    if side not in sides:
+        raise ValueError(
+            f"{name}: free_surface must be one of {tuple(sides)} or None on {axes} axes, got "
+            f"{side!r}."
+        )
+    return Surface(*divmod(sides.index(side), 2))
+
+
+def without_layer(pml: object, surface: Surface | None, axes: int, name: str) -> Widths:
+    """Return the widths of the layers. One number for all sides leaves the surface out.
+
+    Raises
+    ------
+    ValueError
+        If the surface has a layer of its own.
+    """
+    widths = widths_of(pml, axes)
+    if surface is None:
+        return widths
+    if isinstance(pml, int | np.integer):
+        pairs = [list(pair) for pair in widths]
+        pairs[surface.axis][surface.end] = 0
+        return tuple((before, behind) for before, behind in pairs)
+    if widths[surface.axis][surface.end]:
+        raise ValueError(
+            f"{name}: the free surface is side {surface.end} of axis {surface.axis}, but pml "
+            f"gives it a layer of {widths[surface.axis][surface.end]} cells. Make it 0."
+        )
+    return widths
+
+
+# ---- Tiles extended by layers, and the exchange of their faces ----
 
 
 class Face(NamedTuple):

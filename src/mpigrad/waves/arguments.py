@@ -17,7 +17,7 @@ from mpigrad.collective_errors import assert_same_settings
 from mpigrad.communicator import Communicator
 from mpigrad.grid import Grid
 from mpigrad.waves.absorbing import WaveTile
-from mpigrad.waves.options import History, check_checkpoints, check_options
+from mpigrad.waves.options import Storage, check_options
 from mpigrad.waves.survey import Survey
 
 __all__ = [
@@ -98,7 +98,7 @@ def fingerprint(values: Any) -> int:
 
 
 def common_settings(
-    tile: WaveTile, dt: float, steps: int, survey: Survey, checkpoints: int, history: History
+    tile: WaveTile, dt: float, steps: int, survey: Survey, storage: Storage
 ) -> dict[str, Any]:
     """Return the settings of any run that must be the same on all ranks, by name."""
     grid = tile.grid
@@ -110,9 +110,9 @@ def common_settings(
         "dt": dt,
         "steps": steps,
         "checksum of the survey": survey.digest(),
-        "checkpoints": checkpoints,
-        "precision of the history": history.precision,
-        "history in files": history.directory is not None,
+        "storage: keep": storage.keep,
+        "storage: precision": storage.precision,
+        "storage: files": storage.directory is not None,
     }
 
 
@@ -176,7 +176,11 @@ def check_settings(
     if model.backend not in (None, "native", "xla"):
         raise ValueError(f'{name}: backend must be "native", "xla" or None, got {model.backend!r}.')
     model.tile.check(reach, axes)
-    check_checkpoints(model.checkpoints, name)
+    if not isinstance(model.storage, Storage):
+        raise TypeError(
+            f"{name}: storage must be a mpigrad.waves.Storage, got {model.storage!r}. Write "
+            'storage=Storage("boundary"), for instance.'
+        )
     check_options(name, model)
 
 

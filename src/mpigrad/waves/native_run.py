@@ -30,7 +30,7 @@ from mpigrad.extend import (
 )
 from mpigrad.runtime import waves_library
 from mpigrad.waves.absorbing import WaveTile
-from mpigrad.waves.options import History
+from mpigrad.waves.options import Storage
 from mpigrad.waves.survey import PointTable
 
 __all__ = [
@@ -90,10 +90,8 @@ class RunSettings:
     ----------
     reach
         Number of cells that the stencil reaches into a neighbouring tile.
-    checkpoints
-        As `checkpoints.checkpoint_code` encodes them.
-    history
-        How the run stores its history.
+    storage
+        What the run stores for its gradient, and how.
     fingerprint
         A hash of at most 48 bits, the same on all ranks that do the same run.
     dt
@@ -104,8 +102,7 @@ class RunSettings:
     steps: int
     shots: int
     threads: int
-    checkpoints: int
-    history: History
+    storage: Storage
     fingerprint: int
     dt: float
 
@@ -195,7 +192,7 @@ def _describe(
     ranks = {(face.axis, face.step): face.rank for face in tile.faces}
     axes = native_axes(tile.grid.ndim)
     missing = 3 - len(axes)  # on two axes the third one has one cell
-    history = settings.history
+    storage = settings.storage
     sides = [(axis, step) for axis in axes for step in (-1, 1)]
     layers = [width for axis in axes for width in tile.extension[axis]]
     d = RunDescription(
@@ -210,10 +207,10 @@ def _describe(
         steps=settings.steps,
         shots=settings.shots,
         threads=settings.threads,
-        checkpoints=settings.checkpoints,
-        memory=default_memory() if history.memory is None else history.memory,
-        precision=history.code,
-        directory=os.fsencode(history.directory or ""),
+        checkpoints=storage.keep_code,
+        memory=default_memory() if storage.memory is None else storage.memory,
+        precision=storage.precision_code,
+        directory=os.fsencode(storage.directory or ""),
         fingerprint=settings.fingerprint,
         dt=settings.dt,
         spacing=(*(tile.grid.spacing[axis] for axis in axes), *(1.0,) * missing),

@@ -9,75 +9,45 @@ from typing import Any, Literal
 
 import jax
 
-__all__ = [
-    "AXES",
-    "MEMORIES",
-    "PROGRAMS",
-    "Checkpoints",
-    "History",
-    "Memory",
-    "check_checkpoints",
-    "check_options",
-    "checkpoint_code",
-    "history_of",
-    "is_native",
-    "runs_native",
-]
+__all__ = ["AXES", "PROGRAMS", "Storage", "check_options", "is_native", "runs_native"]
 
-# ---- The part of a forward run that is stored for its gradient ----
+# ---- What waves store of a forward run for its gradient, and how ----
 
-
-Checkpoints = int | Literal["all", "boundary"] | None
 
 _CODES = {None: 0, "all": -1, "boundary": -2}  # as in native/waves/tile.h
-
-
-def check_checkpoints(checkpoints: object, name: str) -> None:
-    """Raise a ValueError of the model `name` if these are not checkpoints."""
-    counted = isinstance(checkpoints, int) and not isinstance(checkpoints, bool) and checkpoints > 0
-    if not (counted or checkpoints in (None, "all", "boundary")):
-        raise ValueError(
-            f'{name}: checkpoints must be a positive number of steps, "all", "boundary" or None, '
-            f"got {checkpoints!r}."
-        )
-
-
-def checkpoint_code(checkpoints: Checkpoints) -> int:
-    """Return the code of the native library for these checkpoints."""
-    return checkpoints if isinstance(checkpoints, int) else _CODES[checkpoints]
-
-
-# ---- How waves store the history of a run for its gradient ----
-
-
 _PRECISIONS = {None: 0, "bfloat16": 1, "float16": 2}  # Precision in native/waves/packing.h
 
 
 @dataclasses.dataclass(frozen=True)
-class History:
-    """How the native kernels store the history of a run: the `memory` of a model.
+class Storage:
+    """What a run stores for its gradient, and how: the `storage` of an `Acoustic` or `Elastic`.
 
     Parameters
     ----------
+    keep
+        "all": all fields of all steps. k: one state every k steps. "boundary": the layers, and the
+        cells next to them, of every step. The waves inside are then run backwards, which gives the
+        same values up to rounding. None: in the native kernels as much as fits into `memory`. A JAX
+        program stores all fields, or on three axes of `Elastic` one state every sqrt(steps) steps.
     memory
-        Largest number of bytes that each rank stores of forward runs for their gradients. Default:
-        half of the free memory of its host, divided by the number of ranks there. With a
-        `directory` it must be left out.
+        Largest number of bytes that each rank stores of forward runs. Default: half of the free
+        memory of its host, divided by the number of ranks there. With a `directory`, and with a
+        `keep` of "all" or k, it must be left out.
     precision
         The precision of stored histories of steps. None: that of the run. "bfloat16": 8 bits of
         each value, and the range of float32. "float16": 11 bits of each value, and one scale for
         256 values. Both take 2 bytes a value. The gradient is then not exact: docs/acoustic.md has
         measured errors. Stored states are never converted.
     directory
-        Directory for files of histories, or of states with `checkpoints=k`. Use a fast disk of the
-        rank's host. A rank's file exists without a name, so nothing is left in the directory
-        however the run ends. The space of a run is reserved before its first step, and each item
-        has a checksum. The file stays open until another run is stored, or the process ends.
+        Directory for files of histories, or of states with `keep=k`. Use a fast disk of the rank's
+        host. A rank's file exists without a name, so nothing is left in the directory however the
+        run ends. The space of a run is reserved before its first step, and each item has a
+        checksum. The file stays open until another run is stored, or the process ends.
 
     Raises
     ------
     ValueError
-        If a parameter is not valid.
+        If a parameter is not valid, or two of them exclude each other.
 
     Notes
     -----
@@ -88,46 +58,70 @@ class History:
     Examples
     --------
     >>> from mpigrad.grid import Grid
-    >>> from mpigrad.waves import Acoustic, History
+    >>> from mpigrad.waves import Acoustic, Storage
     >>> grid = Grid((40, 30), (10.0, 10.0))
-    >>> model = Acoustic(grid, dt=2e-3, steps=80, memory=History(precision="float16"))
-    >>> model.memory.precision
-    'float16'
-    >>> History(directory="/scratch").directory
-    '/scratch'
+    >>> model = Acoustic(grid, dt=2e-3, steps=80, storage=Storage("boundary"))
+    >>> model.storage.keep
+    'boundary'
+    >>> Storage(20, directory="/scratch")  # a state every 20 steps, in files
+    Storage(keep=20, memory=None, precision=None, directory='/scratch')
     """
 
+    keep: int | Literal["all", "boundary"] | None = None
     memory: int | None = None
     precision: Literal["bfloat16", "float16"] | None = None
     directory: str | os.PathLike[str] | None = None
 
     def __post_init__(self) -> None:
+        keep = self.keep
+        counted = isinstance(keep, int) and not isinstance(keep, bool) and keep > 0
+        if not (counted or keep in (None, "all", "boundary")):
+            raise ValueError(
+                f'Storage: keep must be a positive number of steps, "all", "boundary" or None, got '
+                f"{keep!r}."
+            )
         if self.precision not in _PRECISIONS:
             raise ValueError(
-                f'History: precision must be "bfloat16", "float16" or None, got {self.precision!r}.'
+                f'Storage: precision must be "bfloat16", "float16" or None, got {self.precision!r}.'
             )
         if self.memory is not None and self.memory < 0:
-            raise ValueError(f"History: memory must be at least 0 bytes, got {self.memory}.")
+            raise ValueError(f"Storage: memory must be at least 0 bytes, got {self.memory}.")
         if self.directory is not None:
             if self.memory is not None:
                 raise ValueError(
-                    f"History: memory={self.memory} limits histories in memory, but with a "
+                    f"Storage: memory={self.memory} limits histories in memory, but with a "
                     "directory they are in files. Give one of both."
                 )
             object.__setattr__(self, "directory", os.path.abspath(self.directory))
+        for name in ("memory", "precision", "directory"):
+            if getattr(self, name) is not None and name not in _WITH[_kind(keep)]:
+                raise ValueError(
+                    f"Storage: {name}={getattr(self, name)!r} has no effect with keep={keep!r}. "
+                    "Leave one of both out."
+                )
 
     @property
-    def code(self) -> int:
+    def keep_code(self) -> int:
+        """The code of `keep` in the native library."""
+        return self.keep if isinstance(self.keep, int) else _CODES[self.keep]
+
+    @property
+    def precision_code(self) -> int:
         """The code of the precision in the native library."""
         return _PRECISIONS[self.precision]
 
 
-Memory = int | History | None
+def _kind(keep: int | str | None) -> str:
+    return "k" if isinstance(keep, int) else str(keep)
 
 
-def history_of(memory: Memory) -> History:
-    """Return the history that a model's `memory` stands for."""
-    return memory if isinstance(memory, History) else History(memory)
+# The other parameters that each choice of `keep` has.
+_WITH = {
+    "None": ("memory", "precision", "directory"),
+    "k": ("precision", "directory"),
+    "all": ("precision", "directory"),
+    "boundary": ("memory",),
+}
 
 
 # ---- The options of wave runs: which case has which of them ----
@@ -135,8 +129,8 @@ def history_of(memory: Memory) -> History:
 # The checks of the models and the tables in docs/acoustic.md are made from the tables here.
 
 
-_BYTES, _PRECISION, _FILES = "memory=bytes", "History(precision=...)", "History(directory=...)"
-_STEPS, _ALL, _BOUNDARY = "checkpoints=k", 'checkpoints="all"', 'checkpoints="boundary"'
+_BYTES, _PRECISION, _FILES = (f"Storage({s}=...)" for s in ("memory", "precision", "directory"))
+_STEPS, _ALL, _BOUNDARY = "Storage(k)", 'Storage("all")', 'Storage("boundary")'
 
 # The numbers of axes on which a program has an option. With an option that only JAX programs
 # have, the run is a JAX program.
@@ -144,7 +138,7 @@ PROGRAMS = (("Acoustic", "native"), ("Acoustic", "xla"), ("Elastic", "native"), 
 AXES: dict[str, tuple[tuple[int, ...], ...]] = {
     "order=8": ((3,), (3,), (), ()),
     "density": ((), (2, 3), (2, 3), (2, 3)),
-    "free_surface": ((), (), (), (2, 3)),
+    "free_surface": ((2, 3), (2, 3), (), (2, 3)),
     "relaxation": ((), (), (), (2, 3)),
     _ALL: ((2, 3), (2, 3), (2, 3), (2, 3)),
     _STEPS: ((2, 3), (), (2, 3), (2, 3)),
@@ -153,14 +147,6 @@ AXES: dict[str, tuple[tuple[int, ...], ...]] = {
     _PRECISION: ((2, 3), (), (2, 3), ()),
     _FILES: ((2, 3), (), (2, 3), ()),
     "threads": ((2, 3), (), (2, 3), ()),
-}
-
-# The forms of `memory` that each choice of `checkpoints` has.
-MEMORIES = {
-    "checkpoints=None": (_BYTES, _PRECISION, _FILES),
-    _STEPS: (_PRECISION, _FILES),
-    _ALL: (_PRECISION, _FILES),
-    _BOUNDARY: (_BYTES,),
 }
 
 _WORDS = {"native": "the native kernels", "xla": "a JAX program"}
@@ -212,13 +198,6 @@ def check_options(name: str, model: Any, *, density: bool = False) -> None:
             f"{reason}). Leave {text.partition('=')[0]} out. {physics} has it in "
             f"{' and in '.join(there)}."
         )
-    checkpoints = next((option for option in given if option in MEMORIES), "checkpoints=None")
-    for option in (_BYTES, _PRECISION, _FILES):
-        if option in given and option not in MEMORIES[checkpoints]:
-            raise ValueError(
-                f"{name}: {given[option]} has no effect with {given[checkpoints]}. Leave one of "
-                "both out."
-            )
 
 
 def _axes(option: str, physics: str, program: str) -> tuple[int, ...]:
@@ -246,15 +225,13 @@ def _given(model: Any, density: bool) -> Iterator[tuple[str, str]]:
         yield "free_surface", f"free_surface={model.free_surface!r}"
     if getattr(model, "relaxation", None) is not None:
         yield "relaxation", "relaxation"
-    checkpoints, memory = model.checkpoints, model.memory
-    if checkpoints is not None:
-        option = {"all": _ALL, "boundary": _BOUNDARY}.get(checkpoints, _STEPS)
-        yield option, option if option != _STEPS else f"checkpoints={checkpoints}"
-    history = history_of(memory)
+    storage = model.storage
+    if storage.keep is not None:
+        yield {"all": _ALL, "boundary": _BOUNDARY}.get(storage.keep, _STEPS), f"storage={storage}"
     for option, value in (
-        (_BYTES, history.memory), (_PRECISION, history.precision), (_FILES, history.directory)
+        (_BYTES, storage.memory), (_PRECISION, storage.precision), (_FILES, storage.directory)
     ):  # fmt: skip
         if value is not None:
-            yield option, f"memory={memory}"
+            yield option, f"storage={storage}"
     if model.threads is not None:
         yield "threads", f"threads={model.threads}"

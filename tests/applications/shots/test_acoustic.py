@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +12,7 @@ import pytest
 import launching
 import mpigrad
 from mpigrad.grid import Grid
+from mpigrad.waves import Storage
 from mpigrad.waves.acoustic import Acoustic, State, Survey
 from mpigrad.waves.acoustic.scheme import pack, unpack
 
@@ -107,10 +109,14 @@ def test_native_agrees_with_one_rank(comm, alone, order):
     mine = everything(native)
     compare(native, mine, everything(model(alone, order=order)), native.tile)
     if order == 4 and comm.size < 4:
-        ways = {1: {"checkpoints": "all", "threads": 2}, 2: {"checkpoints": 7}, 3: {"memory": 1}}
+        ways: dict[int, dict[str, Any]] = {
+            1: {"storage": Storage("all"), "threads": 2},
+            2: {"storage": Storage(7)},
+            3: {"storage": Storage(memory=1)},
+        }
         compare(native, mine, everything(dataclasses.replace(native, **ways[comm.size])))
     if order == 2 and comm.size in (1, 4):
-        compare(native, mine, everything(dataclasses.replace(native, checkpoints="boundary")))
+        compare(native, mine, everything(dataclasses.replace(native, storage=Storage("boundary"))))
 
 
 @pytest.mark.ranks(1, 2, 3)
@@ -125,7 +131,7 @@ def test_two_steps_in_a_pass_give_the_bits_of_single_steps(comm, shape, axis):
 
     def results(checkpoints):
         grid = Grid(shape, SPACING, comm, dims)
-        acoustic = Acoustic(grid, DT, 9, pml=5, max_velocity=2500.0, checkpoints=checkpoints)
+        acoustic = Acoustic(grid, DT, 9, pml=5, max_velocity=2500.0, storage=Storage(checkpoints))
 
         def loss(velocity, wavelets):
             gathers, state = acoustic.propagate(
@@ -160,8 +166,8 @@ def test_waves_run_backwards_from_their_boundary(comm, pml):
         return jnp.sum(gathers**2) / comm.size + jnp.sum(state.field**2)
 
     # Another time nothing of all shots fits, and each is computed again.
-    other = {"threads": 2} if comm.size == 2 else {"memory": 1}
-    boundary = {"checkpoints": "boundary", **other}
+    boundary = {"storage": Storage("boundary", memory=None if comm.size == 2 else 1)}
+    boundary |= {"threads": 2} if comm.size == 2 else {}
     every, found = (
         mpigrad.jit(mpigrad.grad(functools.partial(loss, **kept), (0, 1), comm=comm))(v, wavelets)
         for kept in ({}, boundary)
@@ -238,11 +244,11 @@ def test_taylor_expansion_in_all_operands(comm):
 
 
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize("checkpoints", [None, "boundary"])
-def test_a_gradient_recomputes_a_dropped_history(comm, checkpoints):
+@pytest.mark.parametrize("keep", [None, "boundary"])
+def test_a_gradient_recomputes_a_dropped_history(comm, keep):
     """The history of forward runs is limited. It is computed again if it was dropped."""
     velocity, wavelets, *_ = whole()
-    small = model(comm, memory=2 << 20, checkpoints=checkpoints)  # for one run
+    small = model(comm, storage=Storage(keep, memory=2 << 20))  # for one run
     v = jnp.asarray(velocity[small.grid.slices])
     f = lambda v: small.propagate(v, wavelets, survey()).gathers
     gathers, back = mpigrad.vjp(f, v)
@@ -314,10 +320,10 @@ def test_rejects_bad_arguments(comm):
         acoustic.largest_time_step(mine * (-1 if comm.rank == 0 else 1))
     with pytest.raises(ValueError, match=r"order must be one of \(2, 4, 8\), got 3"):
         model(comm, order=3)
-    with pytest.raises(
-        ValueError, match='checkpoints must be a positive number of steps, "all", "bound'
-    ):
-        model(comm, checkpoints=-1)
+    with pytest.raises(ValueError, match="keep must be a positive number of steps"):
+        Storage(-1)
+    with pytest.raises(TypeError, match=r"storage must be a mpigrad\.waves\.Storage, got 'all'"):
+        model(comm, storage="all")
     with pytest.raises(ValueError, match="pml: expected a number of cells"):
         model(comm, pml=(1, 2, 3))
     if comm.size == 2:

@@ -10,6 +10,7 @@ from mpi4py import MPI
 
 import mpigrad
 from mpigrad.grid import Grid
+from mpigrad.waves import Storage
 from mpigrad.waves.absorbing import SHIFT, damping, largest_damping, layer_filter
 from mpigrad.waves.acoustic import Acoustic, State, Survey
 from mpigrad.waves.acoustic.scheme import memory_size, pack, unpack
@@ -109,9 +110,9 @@ ALONE = pytest.mark.thin(1)  # the settings do not depend on ranks, and the JAX 
 
 
 @pytest.mark.parametrize(("order", "axis", "settings"), [
-    pytest.param(4, None, {}, marks=ALONE), (4, 0, {"checkpoints": 3}),
-    pytest.param(2, 1, {"checkpoints": "all"}, marks=ALONE),
-    pytest.param(4, 2, {"checkpoints": 4}, marks=ALONE),
+    pytest.param(4, None, {}, marks=ALONE), (4, 0, {"storage": Storage(3)}),
+    pytest.param(2, 1, {"storage": Storage("all")}, marks=ALONE),
+    pytest.param(4, 2, {"storage": Storage(4)}, marks=ALONE),
     pytest.param(4, None, {"threads": 2}, marks=ALONE),
 ])  # fmt: skip
 def test_kernels_agree_with_the_jax_program(comm, order, axis, settings):
@@ -134,6 +135,7 @@ def test_kernels_agree_with_the_jax_program(comm, order, axis, settings):
 ])  # fmt: skip
 def test_boundary_saving(comm, shape, pml, order, axis, settings):
     """The gradient is that of the whole history up to rounding, for tiles cut along each axis."""
+    settings = dict(settings)
     draw = np.random.default_rng(6)
     dims = None if axis is None else tuple(comm.size if a == axis else 1 for a in range(3))
     grid = Grid(shape, SPACING, comm, dims)
@@ -142,7 +144,8 @@ def test_boundary_saving(comm, shape, pml, order, axis, settings):
     places = draw.uniform(0.1, 0.9, (2, 4, 3)) * shape * SPACING  # inside, and outside of it
     survey = Survey(places[:, :2], places[:, 2:])
     found = []
-    for more in ({"checkpoints": "all"}, {"checkpoints": "boundary", **settings}):
+    boundary = Storage("boundary", memory=settings.pop("memory", None))
+    for more in ({"storage": Storage("all")}, {"storage": boundary, **settings}):
         acoustic = Acoustic(grid, 1.2e-3, 25, order=order, pml=pml, **more)
 
         def loss(velocity, wavelets, acoustic=acoustic):

@@ -11,6 +11,7 @@ import pytest
 import launching
 import mpigrad
 from mpigrad.grid import Grid
+from mpigrad.waves import Storage
 from mpigrad.waves import native_run as primitive
 from mpigrad.waves.elastic import Elastic, Survey, lame, reference
 from mpigrad.waves.elastic.media import at_rest, effective_media
@@ -132,7 +133,7 @@ def test_tiles_with_a_middle_are_one_rank(comm, alone, dims):
     assert all(np.all(x[tuple(n // 2 for n in padded)] != 0) for x in expected)
     case.compare(value, value_alone)
     case.compare(found, [x[part] for x in expected])
-    case.compare(gradient(comm, dims, checkpoints="boundary")[1][1], found)
+    case.compare(gradient(comm, dims, storage=Storage("boundary"))[1][1], found)
 
 
 def test_shares_of_the_gathers(comm):
@@ -149,11 +150,11 @@ def test_forces(comm, source):
 
 
 KEPT = [
-    {"checkpoints": 5},
-    {"memory": 40_000},
+    {"storage": Storage(5)},
+    {"storage": Storage(memory=40_000)},
     {"threads": 2},
-    {"checkpoints": "boundary"},
-    {"checkpoints": "boundary", "threads": 2, "source": "force_x"},
+    {"storage": Storage("boundary")},
+    {"storage": Storage("boundary"), "threads": 2, "source": "force_x"},
 ]
 
 
@@ -162,7 +163,7 @@ KEPT = [
     [
         KEPT[0],
         pytest.param(
-            KEPT[1], marks=pytest.mark.full("memory, too, sets the number of checkpoints")
+            KEPT[1], marks=pytest.mark.full("memory, too, sets the number of stored states")
         ),
         *(pytest.param(k, marks=pytest.mark.full("the last case covers it")) for k in KEPT[2:-1]),
         KEPT[-1],
@@ -171,13 +172,13 @@ KEPT = [
 def test_gradients_do_not_depend_on_checkpoints(comm, settings):
     got = value_and_gradient(comm, backend="native", **settings)
     source = settings.get("source", "explosive")
-    tolerance = 1e-12 if settings.get("checkpoints") == "boundary" else 1e-13
+    tolerance = 1e-12 if settings.get("storage", Storage()).keep == "boundary" else 1e-13
     case.compare(got[1:], value_and_gradient(comm, source, backend="native")[1:], tolerance)
 
 
 @pytest.mark.full("it tests jax.checkpoint around the scan, which other tests run without")
 def test_checkpoints_of_the_reference(comm):
-    got = value_and_gradient(comm, backend="xla", checkpoints=5)
+    got = value_and_gradient(comm, backend="xla", storage=Storage(5))
     case.compare(got[1:], value_and_gradient(comm, backend="xla")[1:], 1e-13)
 
 
@@ -299,7 +300,7 @@ def test_rejects_invalid_settings(comm):
         ({"dt": 0.0}, "dt must be positive"),
         ({"frequency": -1.0}, "frequency must be positive"),
         ({"components": ()}, "components must be some of"),
-        ({"checkpoints": 0}, "checkpoints must be"),
+        ({"storage": "all"}, "storage must be"),
         ({"threads": 0}, "threads must be at least 1"),
         ({"reflection": 2.0}, "reflection must lie"),
         ({"max_velocity": -2.0}, "max_velocity must be positive"),

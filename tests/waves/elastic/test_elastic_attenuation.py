@@ -9,7 +9,7 @@ from elastic_case import compare
 
 import mpigrad
 from mpigrad.grid import Grid
-from mpigrad.waves import fit_relaxation
+from mpigrad.waves import Storage, fit_relaxation
 from mpigrad.waves.elastic import AnelasticState, Elastic, Survey, lame
 from mpigrad.waves.elastic.media import at_rest
 
@@ -69,7 +69,7 @@ def agree(comm, elastic, other, survey=SURVEY):
         compare(slope["wavelets"], slope_alone["wavelets"])
 
 
-SETTINGS = {"free_surface": "y0", "checkpoints": 4}
+SETTINGS = {"free_surface": "y0", "storage": Storage(4)}
 
 
 # Short: infinite quality, and the decay of plane waves.

@@ -12,11 +12,11 @@ from elastic_case import compare
 
 import mpigrad
 from mpigrad.grid import Grid
+from mpigrad.waves import Storage
 from mpigrad.waves import native_run as primitive
 from mpigrad.waves.elastic import Elastic, State, Survey, lame, reference
 from mpigrad.waves.elastic.media import at_rest, effective_media
 from mpigrad.waves.elastic.model import make_scheme
-from mpigrad.waves.options import History
 
 VP, VS, RHO = 2500.0, 1400.0, 2100.0
 # Short: tangents on one rank, and tiles with a middle on two.
@@ -76,15 +76,16 @@ def test_kernels_agree_with_the_reference_in_other_problems(comm, alone, common)
 
 
 @pytest.mark.cases(
-    "settings[02]", reason="memory=1 sets checkpoints, too, and test_wave_history keeps all steps"
+    "settings[02]",
+    reason="memory=1 sets the stored states, too, and test_wave_history keeps all steps",
 )
 @pytest.mark.parametrize(
     "settings",
     [
-        {"checkpoints": 4},
-        {"memory": 500_000},
-        {"memory": 1, "threads": 2},
-        {"checkpoints": "all", "source": "explosive", "threads": 2, "pml": case.PMLS["thick"]},
+        {"storage": Storage(4)},
+        {"storage": Storage(memory=500_000)},
+        {"storage": Storage(memory=1), "threads": 2},
+        {"storage": Storage("all"), "source": "explosive", "threads": 2, "pml": case.PMLS["thick"]},
     ],
 )
 def test_kernels_do_not_depend_on_checkpoints_or_threads(comm, settings):
@@ -189,7 +190,7 @@ def test_taylor_test(comm):
 @pytest.mark.full("other runs keep a state every two steps, the root of their number")
 def test_gradients_of_the_reference_do_not_depend_on_checkpoints(comm):
     got, *others = (
-        case.value_and_gradient(case.model(comm, backend="xla", checkpoints=k))
+        case.value_and_gradient(case.model(comm, backend="xla", storage=Storage(k)))
         for k in (4, 2, "all")
     )
     for other in others:
@@ -197,10 +198,10 @@ def test_gradients_of_the_reference_do_not_depend_on_checkpoints(comm):
 
 
 @pytest.mark.ranks(1)
-@pytest.mark.parametrize(("checkpoints", "stored"), [(None, 3), ("all", 9)])
-def test_states_that_a_gradient_of_the_reference_stores(checkpoints, stored, comm):
+@pytest.mark.parametrize(("keep", "stored"), [(None, 3), ("all", 9)])
+def test_states_that_a_gradient_of_the_reference_stores(keep, stored, comm):
     """By default those of √9 steps, and then of the steps between two of them."""
-    elastic = case.model(comm, backend="xla", steps=9, checkpoints=checkpoints)
+    elastic = case.model(comm, backend="xla", steps=9, storage=Storage(keep))
     arrays = case.part(elastic) | {"wavelets": jnp.ones((case.SHOTS, 1, 9))}
 
     def energy(x):
@@ -351,8 +352,8 @@ def test_the_largest_time_step_is_stable_next_to_air(comm):
 def test_a_history_of_16_bits_has_nearly_the_gradient(comm):
     """With a force, which changes the history of the step before for a moment."""
     slopes = []
-    for memory in (None, History(precision="float16")):
-        elastic = case.model(comm, source="force_z", checkpoints="all", memory=memory)
+    for precision in (None, "float16"):
+        elastic = case.model(comm, source="force_z", storage=Storage("all", precision=precision))
         at = case.part(elastic)
 
         def energy(mu, elastic=elastic, at=at):

@@ -18,7 +18,14 @@ from mpigrad.extend import Array, Float, as_array
 from mpigrad.grid import Grid
 from mpigrad.operations import allreduce, require
 from mpigrad.waves import arguments
-from mpigrad.waves.absorbing import WaveTile, damping, layer_filter, widths_of
+from mpigrad.waves.absorbing import (
+    Side,
+    WaveTile,
+    damping,
+    layer_filter,
+    surface_of,
+    without_layer,
+)
 from mpigrad.waves.acoustic.reference import (
     Buoyancy,
     buoyancy_of,
@@ -29,14 +36,7 @@ from mpigrad.waves.acoustic.reference import (
 from mpigrad.waves.acoustic.scheme import Scheme, State, at_rest
 from mpigrad.waves.arguments import SECOND_DERIVATIVES, assert_same_run, wave_equation_limit
 from mpigrad.waves.native_run import propagate
-from mpigrad.waves.options import (
-    Checkpoints,
-    Memory,
-    check_options,
-    checkpoint_code,
-    history_of,
-    runs_native,
-)
+from mpigrad.waves.options import Storage, check_options, runs_native
 from mpigrad.waves.survey import Survey, point_table
 
 __all__ = ["Acoustic", "Recording"]
@@ -80,8 +80,8 @@ class Acoustic:
         Order of accuracy of the differences in space: 2, 4, or on three axes 8.
     pml
         Number of cells of the absorbing layers: one for all sides, or ((x0, x1), (y0, y1)), with
-        one more pair (z0, z1) on three axes. If it is 0, the pressure is zero beyond the side (a
-        free surface). At order 8 it is 0 or at least 4.
+        one more pair (z0, z1) on three axes. If it is 0, the pressure is zero beyond the side, a
+        free surface. A single number leaves out `free_surface`. At order 8 it is 0 or at least 4.
     reflection
         Fraction of the amplitude of a wave of `max_velocity` that the layers reflect at normal
         incidence, without the error of the differences. The damping is chosen for it.
@@ -89,20 +89,17 @@ class Acoustic:
         Velocity that the layers are made for, in the model's unit (m/s). Default: the velocity for
         which `dt` is the largest stable step. It does not depend on the model, so the gradient with
         respect to the model is that of one fixed scheme.
-    checkpoints
-        The part of the forward run that is stored for a gradient. "all": all fields. k: one state
-        every k steps. None: as much as fits into `memory`. "boundary": the layers, and the
-        cells next to them, of every step. The waves inside are then run backwards, which gives the
-        same values up to rounding. A JAX program stores all fields.
+    storage
+        What a run stores for its gradient, and how: a `Storage`. Default: as much as fits into half
+        of the free memory of a rank's host.
     threads
         Number of threads of the native kernels on each rank. Default: 1.
     backend
         "native" for the C++ kernels, or "xla" for a JAX program of the same scheme. Default:
         "native" if JAX computes on CPUs. Runs with a density are JAX programs.
-    memory
-        Largest number of bytes that each rank stores of forward runs for their gradients. Default:
-        half of the free memory of its host, divided by the number of ranks there. Or a `History`,
-        which can store it in 16 bits or in files. The native kernels have it.
+    free_surface
+        A side without a layer, on which the pressure is zero: "x0" and "x1" are the sides before
+        the first and behind the last cell along x, and so on. Default: none.
 
     Raises
     ------
@@ -138,13 +135,15 @@ class Acoustic:
     pml: Any = 20
     reflection: float = 1e-4
     max_velocity: float | None = None
-    checkpoints: Checkpoints = None
+    storage: Storage = dataclasses.field(default_factory=Storage)
     threads: int | None = None
     backend: Literal["native", "xla"] | None = None
-    memory: Memory = None
+    free_surface: Side | None = None
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "pml", widths_of(self.pml, self.grid.ndim))
+        surface = surface_of(self.free_surface, self.grid.ndim, "Acoustic")
+        pml = without_layer(self.pml, surface, self.grid.ndim, "Acoustic")
+        object.__setattr__(self, "pml", pml)
         if self.order not in SECOND_DERIVATIVES:
             raise ValueError(
                 f"Acoustic: order must be one of {tuple(SECOND_DERIVATIVES)}, got {self.order!r}."
@@ -394,7 +393,6 @@ def _scheme(model: Acoustic, survey: Survey) -> Scheme:
         survey,
         sources,
         receivers,
-        checkpoint_code(model.checkpoints),
         model.threads or 1,
-        history_of(model.memory),
+        model.storage,
     )

@@ -15,7 +15,7 @@ from mpigrad.extend import Array, Float, Int
 from mpigrad.waves.absorbing import WaveTile
 from mpigrad.waves.arguments import common_settings, fingerprint, wave_equation_limit
 from mpigrad.waves.native_run import AcousticSettings, Run, RunSettings, native_axes
-from mpigrad.waves.options import History
+from mpigrad.waves.options import Storage
 from mpigrad.waves.survey import PointTable, Survey
 
 __all__ = [
@@ -113,8 +113,6 @@ class Scheme:
         Cells of the sources, shot after shot.
     receivers
         Cells of the receivers, shot after shot, or of one shot if all shots have the same ones.
-    checkpoints
-        As `checkpoint_code` encodes them.
     """
 
     tile: WaveTile
@@ -126,9 +124,8 @@ class Scheme:
     survey: Survey
     sources: PointTable
     receivers: PointTable
-    checkpoints: int
     threads: int
-    history: History
+    storage: Storage
 
     @property
     def reach(self) -> int:
@@ -148,9 +145,7 @@ class Scheme:
     @functools.cached_property
     def settings(self) -> dict[str, Any]:
         """Everything that must be the same on all ranks, by name."""
-        common = common_settings(
-            self.tile, self.dt, self.steps, self.survey, self.checkpoints, self.history
-        )
+        common = common_settings(self.tile, self.dt, self.steps, self.survey, self.storage)
         return common | {
             "order": self.order,
             "velocity and frequency of the layers": self.absorbs,
@@ -173,8 +168,7 @@ class Scheme:
                 steps=self.steps,
                 shots=self.shots,
                 threads=self.threads,
-                checkpoints=self.checkpoints,
-                history=self.history,
+                storage=self.storage,
                 fingerprint=self.fingerprint,
                 dt=self.dt,
             ),

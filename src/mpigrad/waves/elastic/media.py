@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping, Sequence
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -14,16 +14,14 @@ from jax.typing import ArrayLike
 
 from mpigrad.extend import Array, Float
 from mpigrad.grid import halo_exchange
-from mpigrad.waves.absorbing import WaveTile, Widths, widths_of
+from mpigrad.waves.absorbing import Surface, WaveTile
 
 __all__ = [
     "CELLS",
     "AnelasticState",
     "Fields",
     "Media",
-    "Side",
     "State",
-    "Surface",
     "VolumeState",
     "at_rest",
     "axis_pairs",
@@ -38,9 +36,7 @@ __all__ = [
     "split",
     "stagger_of",
     "state_shapes",
-    "surface_of",
     "to_native",
-    "without_layer",
     "without_traction",
 ]
 
@@ -180,8 +176,6 @@ def from_native(arrays: Sequence[jax.Array]) -> State | VolumeState:
 # conserved, and the positions of a source and a receiver can be exchanged.
 
 
-Side = Literal["x0", "x1", "y0", "y1", "z0", "z1"]
-
 CELLS = 6  # that a tile next to the surface needs, for differences and interpolation
 
 # Rows of differences, from the surface inwards: to centres from the half points 0, 1, ..., and to
@@ -199,55 +193,6 @@ _TO_HALVES = np.array([
 ])  # fmt: skip
 _CENTER_WEIGHTS = (13 / 12, 7 / 8, 25 / 24)
 _HALF_WEIGHTS = (7 / 18, 9 / 8, 1, 71 / 72)
-
-
-class Surface(NamedTuple):
-    """The first (end 0) or last (end 1) side of an axis."""
-
-    axis: int
-    end: int
-
-
-def surface_of(side: Side | None, axes: int) -> Surface | None:
-    """Return the surface of a name such as "z0", the side before the first cell along z.
-
-    Raises
-    ------
-    ValueError
-        If there is not such a side.
-    """
-    if side is None:
-        return None
-    sides = [f"{axis}{end}" for axis in "xyz"[:axes] for end in (0, 1)]
-    if side not in sides:
-        raise ValueError(
-            f"Elastic: free_surface must be one of {tuple(sides)} or None on {axes} axes, got "
-            f"{side!r}."
-        )
-    return Surface(*divmod(sides.index(side), 2))
-
-
-def without_layer(pml: object, surface: Surface | None, axes: int) -> Widths:
-    """Return the widths of the layers. One number for all sides leaves the surface out.
-
-    Raises
-    ------
-    ValueError
-        If the surface has a layer of its own.
-    """
-    widths = widths_of(pml, axes)
-    if surface is None:
-        return widths
-    if isinstance(pml, int | np.integer):
-        pairs = [list(pair) for pair in widths]
-        pairs[surface.axis][surface.end] = 0
-        return tuple((before, behind) for before, behind in pairs)
-    if widths[surface.axis][surface.end]:
-        raise ValueError(
-            f"Elastic: the free surface is side {surface.end} of axis {surface.axis}, but pml "
-            f"gives it a layer of {widths[surface.axis][surface.end]} cells. Make it 0."
-        )
-    return widths
 
 
 def is_at(surface: Surface | None, tile: WaveTile) -> bool:

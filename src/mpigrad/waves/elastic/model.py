@@ -15,7 +15,7 @@ from mpigrad.extend import Array, Float, as_array
 from mpigrad.grid import Grid
 from mpigrad.operations import allreduce
 from mpigrad.waves import arguments
-from mpigrad.waves.absorbing import WaveTile, layer
+from mpigrad.waves.absorbing import Side, Surface, WaveTile, layer, surface_of, without_layer
 from mpigrad.waves.arguments import assert_same_run, staggered_limit
 from mpigrad.waves.elastic import reference
 from mpigrad.waves.elastic.attenuation import (
@@ -30,9 +30,7 @@ from mpigrad.waves.elastic.attenuation import (
 )
 from mpigrad.waves.elastic.media import (
     AnelasticState,
-    Side,
     State,
-    Surface,
     VolumeState,
     at_rest,
     axis_pairs,
@@ -40,13 +38,11 @@ from mpigrad.waves.elastic.media import (
     from_native,
     native_models,
     stagger_of,
-    surface_of,
     to_native,
-    without_layer,
 )
 from mpigrad.waves.elastic.scheme import Component, Scheme, Source, check_settings, tables
 from mpigrad.waves.native_run import propagate
-from mpigrad.waves.options import Checkpoints, Memory, checkpoint_code, history_of, runs_native
+from mpigrad.waves.options import Storage, runs_native
 from mpigrad.waves.relaxation import Relaxation
 from mpigrad.waves.survey import Survey
 
@@ -107,22 +103,15 @@ class Elastic:
         Velocity that the layers are made for, in m/s. Default: the velocity for which `dt` is the
         largest stable step. It does not depend on the model, so the gradient with respect to the
         model is that of one fixed scheme.
-    checkpoints
-        The part of the forward run that is stored for a gradient. "all": all fields. k: one state
-        every k steps. None: as much as fits into `memory`. "boundary": the layers, and the cells
-        next to them, of every step. The waves inside are then run backwards, which gives the same
-        values up to rounding. It needs two axes. In a JAX program, None stores all fields on two
-        axes, and one state every sqrt(steps) steps on three.
+    storage
+        What a run stores for its gradient, and how: a `Storage`. Default: as much as fits into half
+        of the free memory of a rank's host.
     threads
         Number of threads of the native kernels on each rank. Default: 1.
     backend
         "native" for the C++ kernels, or "xla" for a JAX program of the same scheme. The kernels
         have no free surface and no attenuation. Default: "native" if JAX computes on CPUs and the
         kernels have the case.
-    memory
-        Largest number of bytes that each rank stores of forward runs for their gradients. Default:
-        half of the free memory of its host, divided by the number of ranks there. Or a `History`,
-        which can store it in 16 bits or in files. The native kernels have it.
     free_surface
         A side without traction: "x0" and "x1" are the sides before the first and behind the last
         cell along x, and so on. The surface is the side of the grid, and has no layer. Default: no
@@ -171,23 +160,22 @@ class Elastic:
     components: tuple[Component, ...] = ("vx", "vy")
     reflection: float = 1e-4
     max_velocity: float | None = None
-    checkpoints: Checkpoints = None
+    storage: Storage = dataclasses.field(default_factory=Storage)
     threads: int | None = None
     backend: Literal["native", "xla"] | None = None
-    memory: Memory = None
     free_surface: Side | None = None
     relaxation: Relaxation | None = None
     reference: float | None = None
 
     def __post_init__(self) -> None:
-        pml = without_layer(self.pml, self._surface, self.grid.ndim)
+        pml = without_layer(self.pml, self._surface, self.grid.ndim, "Elastic")
         object.__setattr__(self, "pml", pml)
         object.__setattr__(self, "components", tuple(self.components))
         check_settings(self)
 
     @property
     def _surface(self) -> Surface | None:
-        return surface_of(self.free_surface, self.grid.ndim)
+        return surface_of(self.free_surface, self.grid.ndim, "Elastic")
 
     @property
     def _reference(self) -> float:
@@ -408,9 +396,8 @@ def make_scheme(model: Elastic, survey: Survey) -> Scheme:
         model.components,
         sources,
         receivers,
-        checkpoint_code(model.checkpoints),
         model.threads or 1,
-        history_of(model.memory),
+        model.storage,
         surface,
         model.relaxation,
         model._reference,

@@ -66,7 +66,7 @@ def propagate(
 ) -> tuple[Float[Array, "shots components receivers steps"], AnyState]:
     """Return this rank's share of the gathers (their sum over ranks), and the last state.
 
-    If `scheme.checkpoints` is a number of steps, a gradient stores one state every so many steps
+    If `scheme.storage.keep` is a number of steps, a gradient stores one state every so many steps
     and computes the steps between them again. On three axes it is the square root of the number of
     steps by default.
     """
@@ -96,7 +96,7 @@ def propagate(
         return state, jnp.stack(samples, axis=1)
 
     inputs = jnp.moveaxis(amplitudes, 2, 0)
-    every = scheme.checkpoints
+    every = scheme.storage.keep_code
     if every == 0 and n == 3:
         every = round(math.sqrt(scheme.steps))
     if not 0 < every < scheme.steps:

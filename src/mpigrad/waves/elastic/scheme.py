@@ -10,11 +10,11 @@ from typing import Any, Literal
 import numpy as np
 
 from mpigrad.waves import arguments
-from mpigrad.waves.absorbing import Layer, WaveTile
+from mpigrad.waves.absorbing import Layer, Surface, WaveTile, surface_of
 from mpigrad.waves.arguments import common_settings, fingerprint
-from mpigrad.waves.elastic.media import CELLS, Surface, stagger_of, state_shapes, surface_of
+from mpigrad.waves.elastic.media import CELLS, stagger_of, state_shapes
 from mpigrad.waves.native_run import ElasticSettings, Run, RunSettings
-from mpigrad.waves.options import History
+from mpigrad.waves.options import Storage
 from mpigrad.waves.relaxation import Relaxation
 from mpigrad.waves.survey import PointTable, Survey, point_table
 
@@ -89,8 +89,6 @@ class Scheme:
     receiver_tables
         For each component, cells of the receivers, shot after shot, or of one shot if all shots
         have the same ones.
-    checkpoints
-        As `checkpoint_code` encodes them.
     reference
         Frequency of the given velocities in Hz, if there is a relaxation.
     """
@@ -105,9 +103,8 @@ class Scheme:
     components: tuple[Component, ...]
     source_table: PointTable
     receiver_tables: tuple[PointTable, ...]
-    checkpoints: int
     threads: int
-    history: History
+    storage: Storage
     surface: Surface | None
     relaxation: Relaxation | None
     reference: float
@@ -115,9 +112,7 @@ class Scheme:
     @functools.cached_property
     def settings(self) -> dict[str, Any]:
         """Everything that must be the same on all ranks, by name."""
-        common = common_settings(
-            self.tile, self.dt, self.steps, self.survey, self.checkpoints, self.history
-        )
+        common = common_settings(self.tile, self.dt, self.steps, self.survey, self.storage)
         return common | {
             "velocity, frequency and reflection of the layers": self.absorbs,
             "source": self.source,
@@ -144,8 +139,7 @@ class Scheme:
                 steps=self.steps,
                 shots=survey.n_shots,
                 threads=self.threads,
-                checkpoints=self.checkpoints,
-                history=self.history,
+                storage=self.storage,
                 fingerprint=self.fingerprint,
                 dt=self.dt,
             ),
@@ -238,7 +232,7 @@ def check_settings(model: Any) -> None:
             f"{model.components!r}."
         )
     _check_reference(model)
-    surface = surface_of(model.free_surface, axes)
+    surface = surface_of(model.free_surface, axes, "Elastic")
     if surface and model.grid.smallest_tile[surface.axis] < CELLS:
         raise ValueError(
             f"Elastic: the smallest tile has {model.grid.smallest_tile[surface.axis]} cells along "
