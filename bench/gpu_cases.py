@@ -165,7 +165,7 @@ def waves(n: int, axes: int, steps: tuple[int, int], method: str, physics: str) 
     import jax.numpy as jnp
 
     import mpigrad as mg
-    from mpigrad.waves import Storage, Survey
+    from mpigrad.waves import ElasticMedium, Storage, Survey
     from mpigrad.waves.acoustic import Acoustic
     from mpigrad.waves.elastic import Elastic, lame
 
@@ -195,7 +195,8 @@ def waves(n: int, axes: int, steps: tuple[int, int], method: str, physics: str) 
         wavelets = np.float32(height) * ricker(count)[None, None]
 
         def loss(parameters: Any) -> Any:
-            gathers = model.propagate(*parameters, wavelets, survey).gathers
+            medium = parameters[0] if acoustic else ElasticMedium(*parameters)
+            gathers = model.propagate(medium, wavelets, survey).gathers
             return jnp.sum(gathers**2)
 
         return loss

@@ -106,7 +106,7 @@ def poisson(side: int, steps: int) -> dict[str, Evaluate]:
 
 def waves(side: int, steps: int, problem: str) -> dict[str, Evaluate]:
     """One shot; the loss is the sum of squares of what the receivers record."""
-    from mpigrad.waves import Survey
+    from mpigrad.waves import ElasticMedium, Survey
     from mpigrad.waves.acoustic import Acoustic
     from mpigrad.waves.elastic import Elastic, lame
 
@@ -135,7 +135,8 @@ def waves(side: int, steps: int, problem: str) -> dict[str, Evaluate]:
     wavelet = jnp.asarray(height * (1 - 2 * squared) * np.exp(-squared), jnp.float32)[None, None]
 
     def share(arrays: Any) -> Any:
-        return jnp.sum(model.propagate(*arrays, wavelet, survey, gathers="share").gathers ** 2)
+        medium = ElasticMedium(*arrays) if elastic else arrays[0]
+        return jnp.sum(model.propagate(medium, wavelet, survey, gathers="share").gathers ** 2)
 
     forward = mpigrad.jit(lambda arrays: mpigrad.allreduce(share(arrays)))
     gradient = mpigrad.jit(mpigrad.value_and_grad(share))

@@ -41,7 +41,7 @@ def measure(o: argparse.Namespace) -> None:
 
     import mpigrad
     from mpigrad.grid import Grid
-    from mpigrad.waves import Storage, Survey
+    from mpigrad.waves import ElasticMedium, Storage, Survey
     from mpigrad.waves.acoustic import Acoustic
     from mpigrad.waves.elastic import Elastic, lame
 
@@ -82,7 +82,8 @@ def measure(o: argparse.Namespace) -> None:
     wavelets = height * jnp.asarray(case.ricker(o.steps))[None, None]
 
     def loss(parameters: Any) -> Any:
-        share = model.propagate(*parameters, wavelets, survey, gathers="share").gathers
+        medium = parameters[0] if physics == "acoustic" else ElasticMedium(*parameters)
+        share = model.propagate(medium, wavelets, survey, gathers="share").gathers
         return jnp.sum(share**2)
 
     forward, gradient = mpigrad.jit(loss), mpigrad.jit(mpigrad.grad(loss))

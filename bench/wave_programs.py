@@ -87,7 +87,7 @@ def mpigrad_calls(o: argparse.Namespace) -> tuple[Calls, Callable[[str], None]]:
 
     import mpigrad
     from mpigrad.grid import Grid
-    from mpigrad.waves import Survey
+    from mpigrad.waves import ElasticMedium, Survey
     from mpigrad.waves.acoustic import Acoustic
 
     world = mpigrad.default_communicator()
@@ -115,7 +115,8 @@ def mpigrad_calls(o: argparse.Namespace) -> tuple[Calls, Callable[[str], None]]:
             parameters = lambda vp: (*lame(vp, shear(vp), density(vp)), density(vp))
 
         def gathers(parameters: Any, survey: Survey) -> Any:
-            return model.propagate(*parameters, wavelets, survey).gathers
+            medium = parameters[0] if o.physics == "acoustic" else ElasticMedium(*parameters)
+            return model.propagate(medium, wavelets, survey).gathers
 
         return grid, parameters, gathers
 

@@ -23,7 +23,9 @@ def pressure(c, wavelets, **settings):
 
 def velocities(c, wavelets, **settings):
     model = elastic.Elastic(grid, 1e-3, wavelets.size, 15.0, pml=8, max_velocity=2e3, **settings)
-    return model.propagate(4e9 * c, 2e9 * c, 2e3 * c, wavelets, survey).gathers
+    return model.propagate(
+        elastic.ElasticMedium(4e9 * c, 2e9 * c, 2e3 * c), wavelets, survey
+    ).gathers
 
 
 def gradient(waves, steps=STEPS, **settings):

@@ -11,7 +11,7 @@ import pytest
 
 from mpigrad.communicator import Communicator
 from mpigrad.grid import Grid
-from mpigrad.waves import Acoustic, Elastic, Storage, Survey, fit_relaxation
+from mpigrad.waves import Acoustic, AcousticMedium, Elastic, Storage, Survey, fit_relaxation
 from mpigrad.waves.options import AXES, PROGRAMS, check_options, runs_native
 
 PAGE = pathlib.Path(__file__).parents[2] / "docs" / "acoustic.md"
@@ -115,10 +115,10 @@ def test_a_density_leaves_the_table_no_silent_options(comm: Communicator, axes: 
             continue
         given = model(comm, "Acoustic", axes, **SETTINGS[option])
         with pytest.raises(ValueError, match=r"Acoustic.propagate: .* \(chosen by density\)"):
-            given.propagate(tile, wavelets, Survey(point, point), density=tile)
+            given.propagate(AcousticMedium(tile, tile), wavelets, Survey(point, point))
     given = model(comm, "Acoustic", axes, backend="native")
     with pytest.raises(ValueError, match=r'density is not an option of .* by backend="native"'):
-        given.propagate(tile, wavelets, Survey(point, point), density=tile)
+        given.propagate(AcousticMedium(tile, tile), wavelets, Survey(point, point))
 
 
 def markdown(head: tuple[str, ...], rows: Any) -> str:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from mpigrad.grid import Grid
-from mpigrad.waves import Acoustic, Elastic, Survey, lame, ricker
+from mpigrad.waves import Acoustic, Elastic, ElasticMedium, Survey, ricker
 
 SURVEY = Survey(np.array([[[55.0, 55.0]]]), np.array([[[205.0, 55.0]]]))
 
@@ -35,8 +35,8 @@ def test_velocities_in_km_per_s(comm, backend, km):
         with expected(comm, km):
             waves = Elastic(grid, dt=2e-3, steps=3, frequency=15.0, pml=4, backend=backend)
             density = jnp.full_like(velocity, 2000.0)
-            lam, mu = map(jnp.asarray, lame(velocity, 0.5 * velocity, density))
-            waves.propagate(lam, mu, density, wavelet, SURVEY)
+            medium = ElasticMedium.from_velocities(velocity, 0.5 * velocity, density)
+            waves.propagate(medium, wavelet, SURVEY)
 
 
 @pytest.mark.ranks(1)

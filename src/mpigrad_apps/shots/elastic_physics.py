@@ -12,7 +12,7 @@ from jaxtyping import Array, Bool, Float
 from mpi4py import MPI
 
 from mpigrad.operations import allreduce
-from mpigrad.waves import Elastic, Survey, lame
+from mpigrad.waves import Elastic, ElasticMedium, Survey, lame
 from mpigrad.waves.arguments import limiting_square, staggered_limit
 from mpigrad.waves.elastic import State
 from mpigrad.waves.elastic.scheme import REACH
@@ -88,8 +88,8 @@ class ElasticPhysics(Physics):
             threads=self.kernels.threads,
             backend=self.kernels.backend,
         )
-        lam, mu, rho = self._rounded(fields)
-        recording = model.propagate(lam, mu, rho, wavelets, survey, state)
+        medium = ElasticMedium(*self._rounded(fields))
+        recording = model.propagate(medium, wavelets, survey, state)
         return recording.gathers, recording.state
 
     def wavefields(self, state: State) -> dict[str, Float[Array, "lx ly"]]:

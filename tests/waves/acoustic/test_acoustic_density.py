@@ -8,7 +8,7 @@ from mpi4py import MPI
 
 import mpigrad
 from mpigrad.grid import Grid
-from mpigrad.waves import Acoustic, Survey
+from mpigrad.waves import Acoustic, AcousticMedium, Survey
 from mpigrad.waves.absorbing import WaveTile
 from mpigrad.waves.acoustic.reference import PATH, buoyancy_of, divergence
 from mpigrad.waves.acoustic.scheme import State, memory_size, pack, unpack
@@ -69,7 +69,7 @@ def point(acoustic):
 
 def run_of(acoustic):
     survey = survey_of(acoustic.grid.ndim)
-    return lambda c, rho, w, s: acoustic.propagate(c, w, survey, s, density=rho)
+    return lambda c, rho, w, s: acoustic.propagate(AcousticMedium(c, rho), w, survey, s)
 
 
 def values(acoustic):
@@ -107,7 +107,7 @@ def test_a_constant_density_changes_nothing(comm, axes):
     constant = jnp.full_like(rho, 1234.5)
 
     def loss(velocity, density):
-        recording = acoustic.propagate(velocity, wavelets, survey, state, density=density)
+        recording = acoustic.propagate(AcousticMedium(velocity, density), wavelets, survey, state)
         gathers, last = recording
         share = sum(jnp.sum(x**2) for x in last) + jnp.sum(gathers**2) / comm.size
         return share, recording
@@ -213,7 +213,7 @@ def test_reflection_at_a_step_of_density(comm, axis):
     velocity = jnp.full(tile.shape, SPEED)
     run = mpigrad.jit(
         lambda rho: acoustic.propagate(
-            velocity, np.zeros((1, 1, steps)), survey, state, density=rho
+            AcousticMedium(velocity, rho), np.zeros((1, 1, steps)), survey, state
         )
     )
     (there, beyond), (incident, through) = (
@@ -241,7 +241,7 @@ def test_reciprocity(comm, axes):
     c, rho = (jnp.asarray(x[grid.slices]) for x in (velocity, density))
     places = np.array(ends)[:, None] * 10.0 + 5.0
     survey = Survey(places, places[::-1])  # a shot at each end
-    run = mpigrad.jit(lambda *x: acoustic.propagate(x[0], wavelet, survey, density=x[1]).gathers)
+    run = mpigrad.jit(lambda *x: acoustic.propagate(AcousticMedium(*x), wavelet, survey).gathers)
     found = [p * density[end] for p, end in zip(np.asarray(run(c, rho)), ends, strict=True)]
     assert np.max(np.abs(found[0])) > 0
     np.testing.assert_allclose(*found, rtol=0, atol=1e-12 * np.max(np.abs(found[0])))
@@ -319,11 +319,13 @@ def test_the_largest_step_is_safe_for_any_contrast(comm, axes, order):
         assert_longest_coefficients(matrix, rho, order)
         root = c.ravel() * np.sqrt(rho.ravel())
         values = np.linalg.eigvalsh(-root[:, None] * matrix * root)
-        ratio = acoustic.largest_time_step(c, rho) / (2 / np.sqrt(values[-1]))
+        ratio = acoustic.largest_time_step(AcousticMedium(c, rho)) / (2 / np.sqrt(values[-1]))
         assert values[0] > 0
         assert 0.6 < ratio < 1
     plain = acoustic.largest_time_step(c)
-    assert acoustic.largest_time_step(c, np.full(cells, 7.0)) == pytest.approx(plain, rel=1e-12)
+    assert acoustic.largest_time_step(AcousticMedium(c, np.full(cells, 7.0))) == pytest.approx(
+        plain, rel=1e-12
+    )
 
 
 @pytest.mark.ranks(1)
@@ -341,7 +343,7 @@ def test_no_wave_grows_in_layers_on_two_axes(comm, contrast, order, width):
     else:
         largest = 30 if contrast == "random" else 1.3
         rho, c = np.exp(draw.uniform(0, np.log(largest), shape)), draw.uniform(1500, 3000, shape)
-    dt = Acoustic(grid, 1e-4, 1, order=order).largest_time_step(c, rho)
+    dt = Acoustic(grid, 1e-4, 1, order=order).largest_time_step(AcousticMedium(c, rho))
     acoustic = Acoustic(grid, dt, 1, order=order, pml=width)
     tile = acoustic.tile
     cells, memories = np.prod(tile.shape), memory_size(tile)
@@ -351,7 +353,9 @@ def test_no_wave_grows_in_layers_on_two_axes(comm, contrast, order, width):
     state = State(*fields, jnp.asarray(memory))
     survey = Survey(np.full((n, 1, 2), 41.0), np.full((1, 1, 2), 41.0))  # a shot for each value
     run = mpigrad.jit(
-        lambda *x: acoustic.propagate(x[0], np.zeros((1, 1, 1)), survey, x[2], density=x[1]).state
+        lambda *x: (
+            acoustic.propagate(AcousticMedium(*x[:2]), np.zeros((1, 1, 1)), survey, x[2]).state
+        )
     )
     matrix = np.concatenate([np.asarray(f).reshape(n, -1) for f in run(c, rho, state)], axis=1)
     assert np.max(np.abs(np.linalg.eigvals(matrix))) < 1
@@ -367,12 +371,12 @@ def test_the_largest_step_is_stable_for_long_on_three_axes(comm, order, width):
     velocity = draw.uniform(1500, 3000, shape)
     density = np.exp(draw.uniform(0, np.log(1000), shape))
     grid = Grid(shape, (10.0,) * 3, comm)
-    dt = Acoustic(grid, 1e-4, 1, order=order).largest_time_step(velocity, density)
+    dt = Acoustic(grid, 1e-4, 1, order=order).largest_time_step(AcousticMedium(velocity, density))
     pml = ((width, 0), (width, width), (width, width))
     acoustic = Acoustic(grid, dt, steps, order=order, pml=pml)
     survey = Survey(np.full((1, 1, 3), 41.0), np.full((1, 1, 3), 33.0))
     wavelet = ricker(np.arange(steps) * dt, 25.0)[None, None]
-    u = np.abs(acoustic.propagate(velocity, wavelet, survey, density=density).gathers[0, 0])
+    u = np.abs(acoustic.propagate(AcousticMedium(velocity, density), wavelet, survey).gathers[0, 0])
     assert np.max(u[-500:]) < 3e-2 * np.max(u)
 
 
@@ -394,7 +398,7 @@ def test_layers_absorb_at_a_step_of_density(comm):
         velocity = np.full((cells, cells), SPEED)
         survey = Survey(place * h, receivers * h)
         wavelet = ricker(np.arange(steps) * 2.5e-3, 12.0)[None, None]
-        gathers = acoustic.propagate(velocity, wavelet, survey, density=density).gathers
+        gathers = acoustic.propagate(AcousticMedium(velocity, density), wavelet, survey).gathers
         found.append(np.asarray(gathers)[0])
     near, far = found
     decibel = 20 * np.log10(np.max(np.abs(near - far), axis=1) / np.max(np.abs(far), axis=1))
@@ -418,9 +422,9 @@ def test_bad_densities_are_refused_before_the_first_step(comm, axes):
         with pytest.raises(RuntimeError, match=text):
             jax.block_until_ready(run(c, bad, wavelets, state).gathers)
         with pytest.raises(ValueError, match="densities must be positive and finite"):
-            acoustic.largest_time_step(c, bad)
+            acoustic.largest_time_step(AcousticMedium(c, bad))
     heavy = rho.at[corner].set(1e6) if last else rho
-    limit = acoustic.largest_time_step(c, heavy)
+    limit = acoustic.largest_time_step(AcousticMedium(c, heavy))
     assert limit < acoustic.largest_time_step(c)
     fast = 1.05 * limit / acoustic.dt * c
     with pytest.raises(RuntimeError, match=r"stable one is .* for velocities up to .* density"):
@@ -437,10 +441,11 @@ def test_bad_input_is_refused(comm):
     with pytest.raises(ValueError, match="velocity, density must be float32 or float64, the same"):
         run(c, rho.astype("float32") if last else rho, wavelets, state)
     with pytest.raises(ValueError, match="density has shape"):
-        acoustic.largest_time_step(c, rho[:, 1:] if last else rho)
+        acoustic.largest_time_step(AcousticMedium(c, rho[:, 1:] if last else rho))
     if comm.size > 1:
         for function in (
-            lambda d: run(c, d, wavelets, state), lambda d: acoustic.largest_time_step(c, d)
+            lambda d: run(c, d, wavelets, state),
+            lambda d: acoustic.largest_time_step(AcousticMedium(c, d)),
         ):  # fmt: skip
             with pytest.raises(ValueError, match=r"density .* must be the same on all ranks, got"):
                 function(None if last else rho)

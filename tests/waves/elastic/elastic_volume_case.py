@@ -11,7 +11,7 @@ import numpy as np
 import mpigrad
 from mpigrad.communicator import Communicator
 from mpigrad.grid import Grid
-from mpigrad.waves.elastic import Elastic, Survey, VolumeState
+from mpigrad.waves.elastic import Elastic, ElasticMedium, Survey, VolumeState
 
 SHAPE, SPACING, LAYERS, STEPS = (8, 7, 9), (10.0, 12.0, 9.0), ((2, 1), (3, 0), (1, 2)), 6
 COMPONENTS = ("vx", "vy", "vz", "pressure")
@@ -92,7 +92,7 @@ def value_and_gradient(elastic: Elastic) -> tuple[Any, Any, Any]:
     def objective(x: dict[str, Any]) -> Any:
         wavelets = mpigrad.bcast(x["wavelets"], comm=comm)
         model = (x[name] for name in ("lam", "mu", "rho"))
-        gathers, state = elastic.propagate(*model, wavelets, SURVEY, x["state"])
+        gathers, state = elastic.propagate(ElasticMedium(*model), wavelets, SURVEY, x["state"])
         last = sum(jnp.sum(f**2) for f in state[:3])
         last += 1e-14 * sum(jnp.sum(f**2) for f in state[3:9])
         for memory in state[9:12]:
@@ -112,8 +112,8 @@ def relative(elastic: Elastic) -> tuple[Any, Any]:
         wavelets = mpigrad.bcast(x["wavelets"], comm=elastic.grid.comm)
         changed = jax.tree.map(lambda a, b: a * (1 + b), at, {**x, "wavelets": wavelets})
         gathers, state = elastic.propagate(
-            changed["lam"], changed["mu"], changed["rho"], changed["wavelets"], SURVEY,
-            changed["state"],
+            ElasticMedium(changed["lam"], changed["mu"], changed["rho"]), changed["wavelets"],
+            SURVEY, changed["state"],
         )  # fmt: skip
         sizes = [1.0 if name != "pressure" else 5e6 for name in elastic.components]
         memory = np.array([5e5] * 3 + [0.1] * 3)[:, None, None, None]

@@ -13,7 +13,7 @@ import mpigrad
 from mpigrad.grid import Grid
 from mpigrad.waves import Storage
 from mpigrad.waves import native_run as primitive
-from mpigrad.waves.elastic import Elastic, Survey, lame, reference
+from mpigrad.waves.elastic import Elastic, ElasticMedium, Survey, lame, reference
 from mpigrad.waves.elastic.media import at_rest, effective_media
 from mpigrad.waves.elastic.model import make_scheme
 
@@ -35,7 +35,9 @@ def value_and_gradient(comm, source="explosive", kind="complete", **settings):
     def objective(arrays):
         wavelets = mpigrad.bcast(arrays["wavelets"], comm=comm)
         model = (arrays[name] for name in ("lam", "mu", "rho"))
-        gathers, state = elastic.propagate(*model, wavelets, survey, arrays["state"], kind)
+        gathers, state = elastic.propagate(
+            ElasticMedium(*model), wavelets, survey, arrays["state"], kind
+        )
         last = sum(jnp.sum(x**2) for x in (state.vx, state.vy))
         last += 1e-14 * sum(jnp.sum(x**2) for x in (state.sxx, state.syy, state.sxy))
         for memory in (state.memory_x, state.memory_y):
@@ -83,8 +85,8 @@ def test_the_reference_is_batched_on_a_rank_without_points(comm):
     w = part["wavelets"][:1, :1, :4]
 
     def run(ws):
-        batched = jax.vmap(lambda w: xla.propagate(*media, w, near).gathers)
-        one = native.propagate(*media, ws[0], near).gathers
+        batched = jax.vmap(lambda w: xla.propagate(ElasticMedium(*media), w, near).gathers)
+        one = native.propagate(ElasticMedium(*media), ws[0], near).gathers
         return one, jax.jvp(batched, (ws,), (ws[::-1],))
 
     one, (batch, tangent) = jax.jit(run)(jnp.stack([w, 2 * w]))
@@ -187,7 +189,7 @@ def relative(elastic, survey, part):
 
     def run(lam, mu, rho, wavelets, state):
         gathers, state = elastic.propagate(
-            part["lam"] * (1 + lam), part["mu"] * (1 + mu), part["rho"] * (1 + rho),
+            ElasticMedium(part["lam"] * (1 + lam), part["mu"] * (1 + mu), part["rho"] * (1 + rho)),
             part["wavelets"] * (1 + mpigrad.bcast(wavelets, comm=elastic.grid.comm)), survey,
             jax.tree.map(lambda x, dx: x * (1 + dx), part["state"], state),
         )  # fmt: skip
@@ -234,7 +236,7 @@ def test_reciprocity(comm):
         elastic = case.model(comm, pml=0, steps=60, source=source, components=(component,))
         part = [jnp.asarray(arrays[k][elastic.grid.slices]) for k in ("lam", "mu", "rho")]
         survey = Survey(np.array([[s]]), np.array([[r]]))
-        traces.append(np.asarray(elastic.propagate(*part, wavelet, survey).gathers))
+        traces.append(np.asarray(elastic.propagate(ElasticMedium(*part), wavelet, survey).gathers))
     case.compare(traces[0], traces[1])
 
 
@@ -254,7 +256,9 @@ def test_the_fastest_rank_limits_the_time_step(comm):
     grid = Grid((8, 8), (10.0, 10.0), comm)
     vp = 2000.0 * (1 + comm.rank)
     model = lame(*(jnp.full(grid.local_shape, x) for x in (vp, 1000.0, 2000.0)))
-    found = Elastic(grid, 1e-4, 1, 10.0).largest_time_step(*model, jnp.full(grid.local_shape, 2e3))
+    found = Elastic(grid, 1e-4, 1, 10.0).largest_time_step(
+        ElasticMedium(*model, jnp.full(grid.local_shape, 2e3))
+    )
     assert found == pytest.approx(240 / (28 * np.sqrt(2) * 4000.0), rel=1e-6)
 
 
@@ -267,7 +271,8 @@ def test_rejects_invalid_models_on_all_ranks(comm):
     def run(**changed):
         part = {**good, **changed}
         names = ("lam", "mu", "rho", "wavelets")
-        return elastic.propagate(*(part[k] for k in names), survey).gathers
+        *tiles, wavelets = (part[k] for k in names)
+        return elastic.propagate(ElasticMedium(*tiles), wavelets, survey).gathers
 
     def spoilt(name, value):
         return {name: good[name].at[0, 0].set(value) if last else good[name]}
@@ -285,14 +290,17 @@ def test_rejects_invalid_models_on_all_ranks(comm):
         run(rho=good["rho"].astype("float32"))
     with pytest.raises(ValueError, match="wavelets have shape"):
         run(wavelets=good["wavelets"][:, :, :-1])
+    medium = ElasticMedium(good["lam"], good["mu"], good["rho"])
     with pytest.raises(ValueError, match="vx of the state is"):
         elastic.propagate(
-            *(good[k] for k in ("lam", "mu", "rho", "wavelets")), survey,
+            medium, good["wavelets"], survey,
             jax.tree.map(lambda x: x[:1], good["state"]),
         )  # fmt: skip
+    with pytest.raises(TypeError, match="the medium must be an ElasticMedium, got tuple"):
+        elastic.propagate(tuple(medium), good["wavelets"], survey)
     outside = Survey(survey.sources, survey.receivers + 100)
     with pytest.raises(ValueError, match="receivers lie outside the model"):
-        elastic.propagate(*(good[k] for k in ("lam", "mu", "rho", "wavelets")), outside)
+        elastic.propagate(medium, good["wavelets"], outside)
 
 
 def test_rejects_invalid_settings(comm):
@@ -320,7 +328,7 @@ def test_largest_time_step(comm):
     square = np.max(stiffness / whole["rho"])
     square += (np.max(stiffness) / np.min(whole["rho"]) - square) / 28**2
     h = np.hypot(*(1 / np.asarray(case.SPACING)))
-    step = elastic.largest_time_step(part["lam"], part["mu"], part["rho"])
+    step = elastic.largest_time_step(ElasticMedium(part["lam"], part["mu"], part["rho"]))
     assert step == pytest.approx(6 / (7 * square**0.5 * h), rel=1e-12)
 
 
@@ -350,7 +358,7 @@ def test_the_largest_time_step_is_stable_next_to_air(comm):
         model = [jnp.asarray(x) for x in (*lame(vp, vs, rho), rho)]
         matrix = -np.asarray(twice(*model)).reshape(len(basis), -1)
         largest = 2 / np.sqrt(np.linalg.eigvals(matrix).real.max())
-        return elastic.largest_time_step(*model) / largest
+        return elastic.largest_time_step(ElasticMedium(*model)) / largest
 
     assert 0.95 < ratio(1000.0, 1500.0) < 1
     assert 0.3 < ratio(1.2, 340.0) < 1

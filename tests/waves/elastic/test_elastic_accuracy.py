@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from mpigrad.grid import Grid
-from mpigrad.waves.elastic import Elastic, State, Survey, lame
+from mpigrad.waves.elastic import Elastic, ElasticMedium, State, Survey, lame
 
 VP, VS, RHO = 2500.0, 1400.0, 2100.0
 
@@ -47,7 +47,9 @@ def plane_wave_error(comm, refinement, shear):
     )
     state = State(*(jnp.asarray(x) for x in state))
     wavelets = jnp.zeros((1, 1, steps))
-    got = elastic.propagate(*homogeneous(grid), wavelets, survey, state).gathers[0, 0, 0]
+    got = elastic.propagate(ElasticMedium(*homogeneous(grid)), wavelets, survey, state).gathers[
+        0, 0, 0
+    ]
     times = (np.arange(steps) - 0.5) * dt
     return float(np.max(np.abs(np.asarray(got) - pulse(point[0], times))))
 
@@ -82,7 +84,9 @@ def test_layers_absorb(comm, source):
         survey = Survey((place + shift)[None, None], (points + shift)[None])
         elastic = Elastic(grid, dt, steps, f0, source=source, max_velocity=VP)
         gathers.append(
-            np.asarray(elastic.propagate(*homogeneous(grid), wavelets, survey).gathers[0])
+            np.asarray(
+                elastic.propagate(ElasticMedium(*homogeneous(grid)), wavelets, survey).gathers[0]
+            )
         )
     small, large = gathers
 

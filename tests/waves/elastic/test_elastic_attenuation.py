@@ -10,7 +10,7 @@ from elastic_case import compare
 import mpigrad
 from mpigrad.grid import Grid
 from mpigrad.waves import Storage, fit_relaxation
-from mpigrad.waves.elastic import AnelasticState, Elastic, Survey, lame
+from mpigrad.waves.elastic import AnelasticState, Elastic, ElasticMedium, Survey, lame
 from mpigrad.waves.elastic.media import at_rest
 
 VP, VS, RHO = 2500.0, 1400.0, 2100.0
@@ -40,7 +40,7 @@ def arrays(elastic):
 def propagate(elastic, x, state=None, survey=SURVEY):
     wavelets = mpigrad.bcast(x["wavelets"], comm=elastic.grid.comm)
     return elastic.propagate(
-        x["lam"], x["mu"], x["rho"], wavelets, survey, state, qp=x["qp"], qs=x["qs"]
+        ElasticMedium(x["lam"], x["mu"], x["rho"], x["qp"], x["qs"]), wavelets, survey, state
     )
 
 
@@ -133,7 +133,8 @@ def test_infinite_quality_is_the_elastic_run(comm):
     infinite = jnp.full(lossy.grid.local_shape, jnp.inf)
     at = {**at, "qp": infinite, "qs": infinite}
     names = ("lam", "mu", "rho", "wavelets")
-    expected = elastic.propagate(*(at[k] for k in names), SURVEY)
+    *tiles, wavelets = (at[k] for k in names)
+    expected = elastic.propagate(ElasticMedium(*tiles), wavelets, SURVEY)
 
     def energy(x):
         recording = propagate(lossy, x)
@@ -142,8 +143,9 @@ def test_infinite_quality_is_the_elastic_run(comm):
     (_, got), slope = mpigrad.jit(mpigrad.value_and_grad(energy, has_aux=True, comm=comm))(at)
     compare((got.gathers, got.state.elastic), tuple(expected))
     assert all(jnp.all(jnp.isfinite(s)) for s in slope.values())
-    without = mpigrad.jit(lambda *x: lossy.propagate(*x, SURVEY).gathers)  # quality factors
-    compare(without(*(at[k] for k in names)), expected.gathers)
+    # without quality factors
+    without = mpigrad.jit(lambda *x: lossy.propagate(ElasticMedium(*x), wavelets, SURVEY).gathers)
+    compare(without(*tiles), expected.gathers)
 
 
 def spectra(comm, wave, q):
@@ -177,7 +179,8 @@ def spectra(comm, wave, q):
     qp = jnp.full(grid.local_shape, 15.0 if wave == "S" else q)
     survey = Survey(np.full((1, 1, 2), 100.0), places[None])
     zero = jnp.zeros((1, 1, steps))
-    run = mpigrad.jit(lambda *m: elastic.propagate(*m, zero, survey, start, qp=qp, qs=qs).gathers)
+    medium = lambda *m: ElasticMedium(*m, qp, qs)
+    run = mpigrad.jit(lambda *m: elastic.propagate(medium(*m), zero, survey, start).gathers)
     traces = np.asarray(run(*media))[0, 0]
     assert np.max(np.abs(traces[:, -1])) < 0.01 * np.max(np.abs(traces))
     frequencies = np.array([9.0, 13.0, 17.0]) * c / VP
@@ -218,7 +221,9 @@ def test_bad_input_is_refused(comm):
             with pytest.raises(jax.errors.JaxRuntimeError, match="factors must be larger than"):
                 run(**{name: bad})
     with pytest.raises(ValueError, match=r"smallest qp is 0.0 and the smallest qs 1"):
-        elastic.largest_time_step(at["lam"], at["mu"], at["rho"], 0 * at["qp"], at["qs"])
+        elastic.largest_time_step(
+            ElasticMedium(at["lam"], at["mu"], at["rho"], 0 * at["qp"], at["qs"])
+        )
     with pytest.raises(ValueError, match="lam, qp, qs must be float32 or float64, the same"):
         run(qp=at["qp"].astype("float32") if last else at["qp"])
     with pytest.raises(ValueError, match="qp and qs need a relaxation"):
@@ -230,8 +235,8 @@ def test_bad_input_is_refused(comm):
         model(comm, relaxation=None, reference=5.0)
     # The largest step is that of the unrelaxed moduli, and one a little larger is refused.
     names = ("lam", "mu", "rho", "qp", "qs")
-    limit = elastic.largest_time_step(*(at[k] for k in names))
-    assert limit < elastic.largest_time_step(*(at[k] for k in names[:3]))
+    limit = elastic.largest_time_step(ElasticMedium(*(at[k] for k in names)))
+    assert limit < elastic.largest_time_step(ElasticMedium(*(at[k] for k in names[:3])))
     large = Elastic(elastic.grid, 1.001 * limit, 2, 15.0, pml=2, relaxation=RELAXATION)
     with pytest.raises(jax.errors.JaxRuntimeError, match="is not stable"):
         run(large, wavelets=at["wavelets"][..., :2])
@@ -243,7 +248,9 @@ def test_the_largest_step_is_stable_for_long(comm):
     elastic = model(comm, free_surface="y0")
     at = arrays(elastic)
     at["mu"] = jnp.maximum(at["mu"], 3e9)  # vortices of a fluid would not decay
-    dt = elastic.largest_time_step(*(at[k] for k in ("lam", "mu", "rho", "qp", "qs")))
+    dt = elastic.largest_time_step(
+        ElasticMedium(*(at[k] for k in ("lam", "mu", "rho", "qp", "qs")))
+    )
     long = Elastic(
         elastic.grid, dt, 4000, 15.0, pml=0, free_surface="y0", relaxation=RELAXATION,
         source="force_y",

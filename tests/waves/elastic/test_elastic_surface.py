@@ -9,7 +9,7 @@ from elastic_case import compare
 
 import mpigrad
 from mpigrad.grid import Grid
-from mpigrad.waves.elastic import Elastic, Survey, lame, reference
+from mpigrad.waves.elastic import Elastic, ElasticMedium, Survey, lame, reference
 from mpigrad.waves.elastic.media import at_rest, effective_media
 from mpigrad.waves.elastic.model import make_scheme
 
@@ -58,7 +58,9 @@ def garvin_error(comm, refinement):
     receivers = np.array([[source[0] + x, 0.0] for x in offsets])
     wavelet = jnp.asarray(w((np.arange(steps) + 0.5) * dt))[None, None]
     survey = Survey(source[None, None], receivers[None])
-    run = mpigrad.jit(lambda *media: elastic.propagate(*media, wavelet, survey).gathers)
+    run = mpigrad.jit(
+        lambda *media: elastic.propagate(ElasticMedium(*media), wavelet, survey).gathers
+    )
     got = np.asarray(run(*homogeneous(grid)))[0]
     expected = np.stack([garvin(x, source[1], times, rate) for x in offsets], 1)
     return np.max(np.max(np.abs(got - expected), 2) / np.max(np.abs(expected), 2))
@@ -118,7 +120,9 @@ def test_a_force_on_the_surface_of_a_half_space(comm):
     source = np.array([75.0, 105.0, 0.0])
     survey = Survey(source[None, None], (source + np.array([r, 0, 0]))[None, None])
     wavelet = jnp.asarray(force(np.arange(steps) * dt))[None, None]
-    run = mpigrad.jit(lambda *media: elastic.propagate(*media, wavelet, survey).gathers)
+    run = mpigrad.jit(
+        lambda *media: elastic.propagate(ElasticMedium(*media), wavelet, survey).gathers
+    )
     got = np.asarray(run(*homogeneous(grid, 3**0.5 * vs, vs, rho)))[0, 0, 0]
     expected = lamb(r, (np.arange(steps) - 0.5) * dt, curvature, vs, rho)
     assert np.max(np.abs(got - expected)) < 0.02 * np.max(np.abs(expected))
@@ -155,7 +159,7 @@ def test_opposite_sides_are_mirror_images(comm, alone, gradients):
         whole = whole if side == "y0" else [x[:, ::-1] for x in whole]
 
         def misfit(media):
-            gathers = elastic.propagate(*media, wavelet, survey).gathers
+            gathers = elastic.propagate(ElasticMedium(*media), wavelet, survey).gathers
             return 1e18 * jnp.sum(gathers**2) / on.size, gathers
 
         media = [jnp.asarray(x[grid.slices]) for x in whole]
@@ -205,7 +209,9 @@ def test_reciprocity_at_the_surface(comm):
             )  # fmt: skip
             media = [jnp.asarray(x[grid.slices]) for x in random_model(cells)]
             survey = Survey(np.array([[s]]), np.array([[r]]))
-            traces.append(np.asarray(elastic.propagate(*media, wavelet, survey).gathers))
+            traces.append(
+                np.asarray(elastic.propagate(ElasticMedium(*media), wavelet, survey).gathers)
+            )
         assert np.max(np.abs(traces[0])) > 0
         compare(traces[0], traces[1])
 
@@ -222,7 +228,7 @@ def test_dot_test(comm):
     def run(lam, mu, rho, w):
         model = (m * (1 + x) for m, x in zip(media, (lam, mu, rho), strict=True))
         w = wavelet * (1 + mpigrad.bcast(w, comm=comm))
-        gathers, state = elastic.propagate(*model, w, survey)
+        gathers, state = elastic.propagate(ElasticMedium(*model), w, survey)
         return 1e9 * gathers, [1e9 * state.vx, 1e9 * state.vy, 1e2 * state.sxx, 1e2 * state.sxy]
 
     zeros = [jnp.zeros_like(x) for x in (*media, wavelet)]
@@ -257,7 +263,7 @@ def test_the_largest_time_step_is_stable(comm, side):
         top = eigenvalues.real.max()
         assert np.max(np.abs(eigenvalues.imag)) < 1e-6 * top
         assert eigenvalues.real.min() > -1e-9 * top
-        assert 0.8 < elastic.largest_time_step(*media) / (2 / np.sqrt(top)) < 1
+        assert 0.8 < elastic.largest_time_step(ElasticMedium(*media)) / (2 / np.sqrt(top)) < 1
 
 
 def test_bad_settings_are_refused(comm):

@@ -14,7 +14,7 @@ import mpigrad
 from mpigrad.grid import Grid
 from mpigrad.waves import Storage
 from mpigrad.waves import native_run as primitive
-from mpigrad.waves.elastic import Elastic, State, Survey, lame, reference
+from mpigrad.waves.elastic import Elastic, ElasticMedium, State, Survey, lame, reference
 from mpigrad.waves.elastic.media import at_rest, effective_media
 from mpigrad.waves.elastic.model import make_scheme
 
@@ -150,7 +150,9 @@ def test_kernels_in_single_precision(comm):
 
     def energy(x):
         model = (x[name] for name in ("lam", "mu", "rho"))
-        gathers = elastic.propagate(*model, x["wavelets"], case.SURVEY, x["state"]).gathers
+        gathers = elastic.propagate(
+            ElasticMedium(*model), x["wavelets"], case.SURVEY, x["state"]
+        ).gathers
         return jnp.sum((gathers * np.array([1, 1, 1, 1e-7])[:, None, None]) ** 2)
 
     run = jax.jit(jax.grad(energy))
@@ -206,7 +208,9 @@ def test_states_that_a_gradient_of_the_reference_stores(keep, stored, comm):
 
     def energy(x):
         model = (x[name] for name in ("lam", "mu", "rho"))
-        gathers = elastic.propagate(*model, x["wavelets"], case.SURVEY, x["state"]).gathers
+        gathers = elastic.propagate(
+            ElasticMedium(*model), x["wavelets"], case.SURVEY, x["state"]
+        ).gathers
         return jnp.sum(gathers**2)
 
     program = str(jax.make_jaxpr(jax.grad(energy))(arrays))
@@ -236,7 +240,7 @@ def test_fields_that_do_not_vary_along_an_axis_are_those_of_two_axes(comm, alone
     layers = [jnp.zeros((1, 4, 5, plane[1])), jnp.zeros((1, 4, plane[0], 3))]
     state = State(*(jnp.asarray(x) for x in flat), *layers)
     expected = elastic.propagate(
-        *(jnp.asarray(x) for x in model), wavelets, Survey(points[:, :1], points), state
+        ElasticMedium(*map(jnp.asarray, model)), wavelets, Survey(points[:, :1], points), state
     ).gathers
 
     grid = Grid(cells, (hx, hy, hz), comm, (comm.size, 1, 1))
@@ -251,7 +255,9 @@ def test_fields_that_do_not_vary_along_an_axis_are_those_of_two_axes(comm, alone
     start = start._replace(vx=vx, vz=vz, sxx=sxx, szz=szz, sxz=sxz)
     points = np.insert(points, 1, 20.5 * hy, axis=2)
     survey = Survey(points[:, :1], points)
-    run = mpigrad.jit(lambda *media: volume.propagate(*media, wavelets, survey, start).gathers)
+    run = mpigrad.jit(
+        lambda *media: volume.propagate(ElasticMedium(*media), wavelets, survey, start).gathers
+    )
     part = [jnp.asarray(x[grid.slices[0], None]) for x in model]
     compare(run(*(jnp.broadcast_to(x, grid.local_shape) for x in part)), expected)
 
@@ -293,7 +299,7 @@ def test_a_point_force_in_a_homogeneous_medium(comm):
     media = (jnp.full(grid.local_shape, x) for x in (*lame(VP, VS, RHO), RHO))
     wavelet = jnp.asarray(force(np.arange(steps) * dt))[None, None]
     survey = Survey(source[None, None], points[None])
-    got = np.asarray(elastic.propagate(*media, wavelet, survey).gathers)[0]
+    got = np.asarray(elastic.propagate(ElasticMedium(*media), wavelet, survey).gathers)[0]
     times = (np.arange(steps) - 0.5) * dt
     expected = np.stack([green(2, x - source, times, slope)[k] for k, x in enumerate(points)])
     error = np.abs(np.stack([got[k, k] for k in range(3)]) - expected)
@@ -312,7 +318,7 @@ def test_reciprocity(comm):
         elastic = case.model(comm, pml=0, steps=40, source=source, components=(component,))
         part = [jnp.asarray(arrays[k][elastic.grid.slices]) for k in ("lam", "mu", "rho")]
         survey = Survey(np.array([[s]]), np.array([[r]]))
-        traces.append(np.asarray(elastic.propagate(*part, wavelet, survey).gathers))
+        traces.append(np.asarray(elastic.propagate(ElasticMedium(*part), wavelet, survey).gathers))
     assert np.max(np.abs(traces[0])) > 0
     compare(traces[0], traces[1])
 
@@ -345,7 +351,7 @@ def test_the_largest_time_step_is_stable_next_to_air(comm):
         model = [jnp.asarray(x) for x in (*lame(vp, vs, rho), rho)]
         matrix = -np.asarray(twice(*model)).reshape(len(basis), -1)
         largest = 2 / np.sqrt(np.linalg.eigvals(matrix).real.max())
-        assert low < elastic.largest_time_step(*model) / largest < 1
+        assert low < elastic.largest_time_step(ElasticMedium(*model)) / largest < 1
 
 
 @pytest.mark.ranks(2)
@@ -357,7 +363,9 @@ def test_a_history_of_16_bits_has_nearly_the_gradient(comm):
         at = case.part(elastic)
 
         def energy(mu, elastic=elastic, at=at):
-            run = elastic.propagate(at["lam"], mu, at["rho"], at["wavelets"], case.SURVEY)
+            run = elastic.propagate(
+                ElasticMedium(at["lam"], mu, at["rho"]), at["wavelets"], case.SURVEY
+            )
             return jnp.sum(run.gathers**2)
 
         slopes.append(mpigrad.jit(mpigrad.grad(energy, loss="replicated"))(at["mu"]))
@@ -372,7 +380,9 @@ def test_bad_input_is_refused(comm):
 
     def run(**changed):
         x = {**at, **changed}
-        return elastic.propagate(x["lam"], x["mu"], x["rho"], x["wavelets"], case.SURVEY).gathers
+        return elastic.propagate(
+            ElasticMedium(x["lam"], x["mu"], x["rho"]), x["wavelets"], case.SURVEY
+        ).gathers
 
     for name, value in (("rho", np.nan), ("mu", -1.0), ("lam", -2e9)):
         bad = at[name].at[0, 0, 0].set(value) if last else at[name]
@@ -382,7 +392,7 @@ def test_bad_input_is_refused(comm):
         jax.block_until_ready(run(rho=at["rho"] / 100))
     with pytest.raises(ValueError, match="memory_z of the state is"):
         elastic.propagate(
-            at["lam"], at["mu"], at["rho"], at["wavelets"], case.SURVEY,
+            ElasticMedium(at["lam"], at["mu"], at["rho"]), at["wavelets"], case.SURVEY,
             at["state"]._replace(memory_z=at["state"].memory_z[:, :4]),
         )  # fmt: skip
     with pytest.raises(ValueError, match="z0, z1"):

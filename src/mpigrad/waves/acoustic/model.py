@@ -33,7 +33,7 @@ from mpigrad.waves.acoustic.reference import (
     propagate_plane,
     propagate_volume,
 )
-from mpigrad.waves.acoustic.scheme import Scheme, State, at_rest
+from mpigrad.waves.acoustic.scheme import AcousticMedium, Scheme, State, at_rest
 from mpigrad.waves.arguments import SECOND_DERIVATIVES, assert_same_run, wave_equation_limit
 from mpigrad.waves.native_run import propagate
 from mpigrad.waves.options import Storage, check_options, runs_native
@@ -162,8 +162,7 @@ class Acoustic:
 
     def largest_time_step(
         self,
-        velocity: Float[Array | np.ndarray, "*tile"],
-        density: Float[Array | np.ndarray, "*density"] | None = None,
+        medium: AcousticMedium | Float[Array | np.ndarray, "*tile"],
     ) -> float:
         """Return the largest stable time step for a model, in s (collective).
 
@@ -172,10 +171,8 @@ class Acoustic:
 
         Parameters
         ----------
-        velocity
-            This rank's tile of the model, in m/s.
-        density
-            This rank's tile of the density, in kg/m3. Default: constant.
+        medium
+            This rank's tiles, or the velocity alone.
 
         Raises
         ------
@@ -183,7 +180,7 @@ class Acoustic:
             On all ranks: if a velocity or density is not positive and finite, the shape or dtype
             of a density is not that of the velocity, or only some ranks give a density.
         """
-        comm = self.grid.comm
+        comm, (velocity, density) = self.grid.comm, _as_medium(medium)
         with raise_on_all_ranks(comm):
             _check_values("velocities", np.asarray(velocity))
         _check_presence("Acoustic.largest_time_step", density, comm)
@@ -203,26 +200,24 @@ class Acoustic:
 
     def propagate(
         self,
-        velocity: Float[Array | np.ndarray, "*tile"],
+        medium: AcousticMedium | Float[Array | np.ndarray, "*tile"],
         wavelets: Float[Array | np.ndarray, "_ sources steps"],
         survey: Survey,
         state: State | None = None,
         gathers: Literal["complete", "share"] = "complete",
-        density: Float[Array | np.ndarray, "*density"] | None = None,
     ) -> Recording:
         """Propagate the waves of all shots of a survey (collective).
 
-        Differentiable with respect to velocity, density, wavelets and state, in forward and reverse
-        mode.
-        Each rank has a copy of the wavelets, so their gradient is the sum over ranks: declare them
+        Differentiable with respect to medium, wavelets and state, in forward and reverse mode. Each
+        rank has a copy of the wavelets, so their gradient is the sum over ranks: declare them
         `replicated=`, or `bcast` them.
 
         Parameters
         ----------
-        velocity
-            This rank's tile of the model in m/s, shape (lx, ly) or (lx, ly, lz), float32 or
-            float64. The fields have the same dtype. Cells of the layers have the velocity of the
-            nearest cell.
+        medium
+            This rank's tiles, or the velocity alone, an array. The fields have its dtype. Cells of
+            the layers have the values of the nearest cell. With a density the run is a JAX program,
+            as with `backend="xla"`.
         wavelets
             Time functions of the sources, shape (n_shots, n_sources, steps), or (1, n_sources,
             steps) if all shots have the same ones. The same on all ranks. Sample n acts at n dt as
@@ -235,10 +230,6 @@ class Acoustic:
         gathers
             "complete", or "share" for this rank's share without the message that adds the shares.
             A receiver at a cell centre is complete on the rank of the cell, and 0 on other ranks.
-        density
-            This rank's tile of the density in kg/m3, with the shape and dtype of the velocity.
-            Only its ratios matter. Cells of the layers have the density of the nearest cell.
-            Default: constant. With a density the run is a JAX program, as with `backend="xla"`.
 
         Returns
         -------
@@ -262,20 +253,20 @@ class Acoustic:
         >>> import numpy as np
         >>> import mpigrad
         >>> from mpigrad.grid import Grid
-        >>> from mpigrad.waves import Acoustic, Survey, ricker
+        >>> from mpigrad.waves import Acoustic, AcousticMedium, Survey, ricker
         >>> grid = Grid((40, 30), (10.0, 10.0))
         >>> model = Acoustic(grid, dt=2e-3, steps=80)
         >>> survey = Survey(np.array([[[55.0, 55.0]]]), np.array([[[205.0, 55.0]]]))
         >>> wavelet = jnp.asarray(ricker(15.0, 2e-3, 80), jnp.float32)[None, None]
         >>> velocity = jnp.full(grid.local_shape, 2000.0, jnp.float32)
         >>> density = jnp.asarray(1000.0 + 800.0 * (grid.centers()[1] > 150), jnp.float32)
-        >>> def energy(velocity, density):
-        ...     recording = model.propagate(velocity, wavelet, survey, density=density)
-        ...     return jnp.sum(recording.gathers**2)
-        >>> slopes = mpigrad.grad(energy, (0, 1), loss="replicated")(velocity, density)
-        >>> [slope.shape for slope in slopes]
-        [(40, 30), (40, 30)]
+        >>> def energy(medium):
+        ...     return jnp.sum(model.propagate(medium, wavelet, survey).gathers ** 2)
+        >>> slope = mpigrad.grad(energy, loss="replicated")(AcousticMedium(velocity, density))
+        >>> slope.velocity.shape, slope.density.shape
+        ((40, 30), (40, 30))
         """
+        velocity, density = _as_medium(medium)
         velocity, wavelets = as_array(velocity), as_array(wavelets)
         _check_presence("Acoustic.propagate", density, self.grid.comm)
         rho = None if density is None else as_array(density)
@@ -352,6 +343,10 @@ def _require_stable(scheme: Scheme, velocity: jax.Array, buoyancy: Buoyancy | No
         most[0],
         comm=comm,
     )
+
+
+def _as_medium(medium: Any) -> AcousticMedium:
+    return medium if isinstance(medium, AcousticMedium) else AcousticMedium(medium)
 
 
 def _check_presence(name: str, density: Any, comm: Communicator) -> None:

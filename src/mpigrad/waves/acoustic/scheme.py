@@ -19,6 +19,7 @@ from mpigrad.waves.options import Storage
 from mpigrad.waves.survey import PointTable, Survey
 
 __all__ = [
+    "AcousticMedium",
     "Scheme",
     "State",
     "at_rest",
@@ -28,7 +29,29 @@ __all__ = [
     "unpack",
 ]
 
-# ---- The fields of acoustic waves on a rank's wave tile ----
+# ---- The medium, and the fields of acoustic waves on a rank's wave tile ----
+
+
+class AcousticMedium(NamedTuple):
+    """This rank's tiles of an acoustic medium, without absorbing layers: a pytree.
+
+    Attributes
+    ----------
+    velocity
+        In m/s, shape (lx, ly) or (lx, ly, lz), float32 or float64.
+    density
+        In kg/m3, with the shape and dtype of the velocity. Only its ratios matter. None: constant.
+
+    Examples
+    --------
+    >>> import jax.numpy as jnp
+    >>> from mpigrad.waves import AcousticMedium
+    >>> AcousticMedium(jnp.full((4, 3), 1500.0)).density is None
+    True
+    """
+
+    velocity: Float[Array | np.ndarray, "*tile"]
+    density: Float[Array | np.ndarray, "*tile"] | None = None
 
 
 class State(NamedTuple):

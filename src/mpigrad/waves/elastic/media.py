@@ -19,6 +19,7 @@ from mpigrad.waves.absorbing import Surface, WaveTile
 __all__ = [
     "CELLS",
     "AnelasticState",
+    "ElasticMedium",
     "Fields",
     "Media",
     "State",
@@ -333,6 +334,49 @@ def lame(
     """
     mu = rho * vs**2
     return rho * vp**2 - 2 * mu, mu
+
+
+class ElasticMedium(NamedTuple):
+    """This rank's tiles of an elastic medium, without absorbing layers: a pytree.
+
+    All tiles have one shape, (lx, ly) or (lx, ly, lz), and one dtype, float32 or float64.
+
+    Attributes
+    ----------
+    lam, mu
+        The Lame parameters in Pa. Cells with mu = 0 are fluid.
+    rho
+        The density in kg/m3.
+    qp, qs
+        The quality factors of P and S waves, for a model with a `relaxation`: each larger than
+        `relaxation.smallest_q`, or infinite in cells without loss. None: no loss of these waves.
+
+    Examples
+    --------
+    >>> import jax.numpy as jnp
+    >>> from mpigrad.waves import ElasticMedium
+    >>> vp, vs, rho = (jnp.full((4, 3), v) for v in (2000.0, 1000.0, 1500.0))
+    >>> float(ElasticMedium.from_velocities(vp, vs, rho).mu[0, 0])
+    1500000000.0
+    """
+
+    lam: Float[Array | np.ndarray, "*tile"]
+    mu: Float[Array | np.ndarray, "*tile"]
+    rho: Float[Array | np.ndarray, "*tile"]
+    qp: Float[Array | np.ndarray, "*tile"] | None = None
+    qs: Float[Array | np.ndarray, "*tile"] | None = None
+
+    @classmethod
+    def from_velocities(
+        cls,
+        vp: Float[Array | np.ndarray, "*tile"],
+        vs: Float[Array | np.ndarray, "*tile"],
+        rho: Float[Array | np.ndarray, "*tile"],
+        qp: Float[Array | np.ndarray, "*tile"] | None = None,
+        qs: Float[Array | np.ndarray, "*tile"] | None = None,
+    ) -> ElasticMedium:
+        """Return the medium with these velocities of P and S waves in m/s. Differentiable."""
+        return cls(*lame(vp, vs, rho), rho, qp, qs)
 
 
 def effective_media(

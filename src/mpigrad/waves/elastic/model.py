@@ -30,6 +30,7 @@ from mpigrad.waves.elastic.attenuation import (
 )
 from mpigrad.waves.elastic.media import (
     AnelasticState,
+    ElasticMedium,
     State,
     VolumeState,
     at_rest,
@@ -136,17 +137,18 @@ class Elastic:
     >>> import numpy as np
     >>> import mpigrad
     >>> from mpigrad.grid import Grid
-    >>> from mpigrad.waves import Elastic, Survey, lame, ricker
+    >>> from mpigrad.waves import Elastic, ElasticMedium, Survey, ricker
     >>> grid = Grid((40, 30), (10.0, 10.0))
     >>> model = Elastic(grid, dt=2e-3, steps=80, frequency=15.0, source="force_y")
     >>> survey = Survey(np.array([[[55.0, 55.0]]]), np.array([[[205.0, 55.0], [305.0, 55.0]]]))
     >>> wavelet = jnp.asarray(1e6 * ricker(15.0, 2e-3, 80), jnp.float32)[None, None]
     >>> vp, vs, rho = (jnp.full(grid.local_shape, v, jnp.float32) for v in (2000, 1100, 2000))
-    >>> lam, mu = lame(vp, vs, rho)
-    >>> model.propagate(lam, mu, rho, wavelet, survey).gathers.shape  # shots, vx and vy, ...
+    >>> medium = ElasticMedium.from_velocities(vp, vs, rho)
+    >>> model.propagate(medium, wavelet, survey).gathers.shape  # shots, vx and vy, ...
     (1, 2, 2, 80)
     >>> def energy(vs):
-    ...     return jnp.sum(model.propagate(*lame(vp, vs, rho), rho, wavelet, survey).gathers ** 2)
+    ...     medium = ElasticMedium.from_velocities(vp, vs, rho)
+    ...     return jnp.sum(model.propagate(medium, wavelet, survey).gathers ** 2)
     >>> mpigrad.grad(energy, loss="replicated")(vs).shape
     (40, 30)
     """
@@ -195,27 +197,18 @@ class Elastic:
         """This rank's tile with its absorbing layers."""
         return WaveTile(self.grid, self.pml)
 
-    def largest_time_step(
-        self,
-        lam: Float[Array, "*tile"],
-        mu: Float[Array, "*tile"],
-        rho: Float[Array, "*tile"],
-        qp: Float[Array, "*tile"] | None = None,
-        qs: Float[Array, "*tile"] | None = None,
-    ) -> float:
-        """Return the largest stable time step for a model, in s (collective).
+    def largest_time_step(self, medium: ElasticMedium) -> float:
+        """Return the largest stable time step for a medium, in s (collective).
 
         It is (6/7) / (v sqrt(1/hx^2 + 1/hy^2)), with 1/hz^2 in the sum on three axes. The velocity
         v is little more than the largest P velocity, but much more if some cells are as light as
-        air (`waves.stability.limiting_square`). A free surface makes the step up to 0.4 % smaller.
+        air. A free surface makes the step up to 0.4 % smaller.
         With attenuation it is that of the unrelaxed moduli.
 
         Parameters
         ----------
-        lam, mu, rho
-            This rank's tiles of the model.
-        qp, qs
-            This rank's tiles of the quality factors, if the model has a relaxation.
+        medium
+            This rank's tiles.
 
         Raises
         ------
@@ -223,7 +216,7 @@ class Elastic:
             On all ranks: if a density or lambda + mu (lambda + 2/3 mu on three axes) is not
             positive, mu is negative, a value is not finite, or a quality factor is too small.
         """
-        name = "Elastic.largest_time_step"
+        name, (lam, mu, rho, qp, qs) = "Elastic.largest_time_step", _as_medium(medium)
         with raise_on_all_ranks(self.grid.comm):
             self._check_factors(name, lam, qp, qs)
         if self.relaxation is not None:
@@ -236,29 +229,23 @@ class Elastic:
 
     def propagate(
         self,
-        lam: Float[Array, "*tile"],
-        mu: Float[Array, "*tile"],
-        rho: Float[Array, "*tile"],
-        wavelets: Float[Array, "_ sources steps"],
+        medium: ElasticMedium,
+        wavelets: Float[Array | np.ndarray, "_ sources steps"],
         survey: Survey,
         state: State | VolumeState | AnelasticState | None = None,
         gathers: Literal["complete", "share"] = "complete",
-        qp: Float[Array, "*tile"] | None = None,
-        qs: Float[Array, "*tile"] | None = None,
     ) -> Recording:
         """Propagate the waves of all shots of a survey (collective).
 
-        Differentiable with respect to lam, mu, rho, wavelets, state, qp and qs, in forward and
-        reverse mode. Each rank has a copy of the wavelets, so their gradient is the sum over ranks:
-        declare them `replicated=`, or `bcast` them.
+        Differentiable with respect to medium, wavelets and state, in forward and reverse mode. Each
+        rank has a copy of the wavelets, so their gradient is the sum over ranks: declare them
+        `replicated=`, or `bcast` them.
 
         Parameters
         ----------
-        lam, mu, rho
-            This rank's tiles of the model, shape (lx, ly) or (lx, ly, lz), float32 or float64: the
-            Lame parameters in Pa and the density in kg/m3 (`lame` computes the former from
-            velocities). The fields have the same dtype. Cells of the layers have the values of the
-            nearest cell.
+        medium
+            This rank's tiles. The fields have their dtype. Cells of the layers have the values of
+            the nearest cell.
         wavelets
             Time functions of the sources, shape (n_shots, n_sources, steps), or (1, n_sources,
             steps) if all shots have the same ones. The same on all ranks. Sample n acts in step n:
@@ -271,10 +258,6 @@ class Elastic:
             "complete", or "share" for this rank's share without the message that adds the shares.
             A receiver at a point of its component's grid is complete on the rank of that cell, and
             0 on other ranks.
-        qp, qs
-            This rank's tiles of the quality factors of P and S waves, for a model with a
-            `relaxation`: each larger than `relaxation.smallest_q`, or infinite in cells without
-            loss. Default: no loss of these waves.
 
         Returns
         -------
@@ -292,6 +275,7 @@ class Elastic:
             stable (the text gives the largest stable one), or if a quality factor is NaN or too
             small.
         """
+        lam, mu, rho, qp, qs = _as_medium(medium)
         lam, mu, rho, wavelets = (as_array(x) for x in (lam, mu, rho, wavelets))
         qp, qs = (None if q is None else as_array(q) for q in (qp, qs))
         with raise_on_all_ranks(self.grid.comm):
@@ -350,6 +334,15 @@ def _at_rest(scheme: Scheme, dtype: Any) -> State | VolumeState | AnelasticState
     rates = len(shape) + len(axis_pairs(len(shape)))
     return AnelasticState(
         state, jnp.zeros((shots, len(scheme.relaxation.times), rates, *shape), dtype)
+    )
+
+
+def _as_medium(medium: Any) -> ElasticMedium:
+    if isinstance(medium, ElasticMedium):
+        return medium
+    raise TypeError(
+        f"Elastic: the medium must be an ElasticMedium, got {type(medium).__name__}. Write "
+        "ElasticMedium(lam, mu, rho) or ElasticMedium.from_velocities(vp, vs, rho)."
     )
 
 
