@@ -49,11 +49,11 @@ SPECIAL: dict[str, Callable[[Any], Any]] = {
 def functions() -> Iterator[tuple[str, Callable[..., Any]]]:
     """The operations: what takes a communicator or a request, or makes what does.
 
-    Checks of values are left out.
+    Checks of values and norms are left out.
     """
     for name in operations.__all__:
         f = getattr(operations, name)
-        if not inspect.isfunction(f) or f.__module__.endswith(".checks"):
+        if not inspect.isfunction(f) or f.__module__.endswith((".checks", ".norms")):
             continue
         if {"comm", "request", "requests", "forward"} & set(inspect.signature(f).parameters):
             yield name, f

@@ -95,7 +95,7 @@ MUTATIONS = [
              'channel["posted"]) > int(part["ordinal"])', 1, GRAPH + "test_a_ring_is_not_a_deadlock"),
     Mutation("guard/watchdog.py", 'in {"", "Z", "X"}', 'in {"", "X"}',
              2, "tests/guard/test_watchdog.py::test_a_zombie_has_died"),
-    Mutation("guard/shutdown.py", 'int(channel["sent"]) - received)',
+    Mutation("guard/lifecycle.py", 'int(channel["sent"]) - received)',
              'int(channel["sent"]) - received - 1)',
              0, "tests/guard/test_unreceived.py::test_a_message_that_nobody_receives_is_an_error"),
     # ---- compiled programs ----

@@ -9,7 +9,7 @@ import numpy as np  # noqa: E402
 
 import mpigrad as mg  # noqa: E402
 from mpigrad.guard.failure import current_board  # noqa: E402
-from mpigrad.guard.shutdown import unreceived_report  # noqa: E402
+from mpigrad.guard.lifecycle import unreceived_report  # noqa: E402
 from mpigrad.sparse import PCG, BoomerAMG, Jacobi, Matrix, Pattern, solve  # noqa: E402
 from mpigrad.sparse.solvers.libraries import hypre_available  # noqa: E402
 

@@ -5,6 +5,8 @@ these names and on other public packages only. A package of your own can do what
 are explained in docs/extend.md, and examples/tridiagonal is such a package.
 """
 
+from typing import TYPE_CHECKING, Any
+
 from jax.extend.core import Primitive
 
 from mpigrad.collective_errors import (
@@ -68,7 +70,21 @@ from mpigrad.runtime.native import (
     at_exit,
     native_library,
 )
-from mpigrad.runtime.shapes import Array, Complex, Float, Int
+
+# Annotations of shapes by jaxtyping, or empty names if it is not installed.
+if TYPE_CHECKING:
+    from jaxtyping import Array, Complex, Float, Int
+else:
+    try:
+        from jaxtyping import Array, Complex, Float, Int
+    except ImportError:
+
+        class _Shape:
+            def __class_getitem__(cls, item: Any) -> Any:
+                return Any
+
+        Array = Any
+        Complex = Float = Int = _Shape
 
 __all__ = [
     "CARRIER",

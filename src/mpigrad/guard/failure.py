@@ -24,9 +24,8 @@ from mpi4py import MPI
 from mpigrad.guard import board as b
 from mpigrad.guard.board_reader import Reader
 from mpigrad.guard.cross_host import LIMIT, HostQuery, open_host_query
+from mpigrad.guard.lifecycle import await_all_ends, await_all_ranks, unreceived_report
 from mpigrad.guard.settings import guard_enabled, timeout_seconds, unreceived_is_error
-from mpigrad.guard.shutdown import await_all_ends, unreceived_report
-from mpigrad.guard.startup_barrier import await_all_ranks
 from mpigrad.guard.wait_graph import disagreement
 from mpigrad.guard.watchdog import Watchdog, rank_states
 from mpigrad.runtime.call_sites import utf8

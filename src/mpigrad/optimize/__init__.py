@@ -1,7 +1,6 @@
 """Optimizers of unknowns that are replicated or sharded over ranks."""
 
 from mpigrad.optimize.gradient_transformation import Optax
-from mpigrad.optimize.inner_product import clip_by_global_norm, global_norm, inner_products
 from mpigrad.optimize.lbfgs import LBFGS
 from mpigrad.optimize.lbfgsb import LBFGSB
 from mpigrad.optimize.line_search import StrongWolfe
@@ -12,7 +11,12 @@ from mpigrad.optimize.nonlinear_cg import NonlinearCG
 from mpigrad.optimize.objective import Objective, Point
 from mpigrad.optimize.root_worker import RootObjective, root_objective
 from mpigrad.optimize.trust_region import GaussNewton, NewtonCG
-from mpigrad.optimize.unknowns import Unknowns
+from mpigrad.optimize.unknowns import (
+    Unknowns,
+    clip_by_global_norm,
+    global_norm,
+    inner_products,
+)
 from mpigrad.solution import Result, Solution
 
 __all__ = [

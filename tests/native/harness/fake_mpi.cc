@@ -265,7 +265,7 @@ int MPI_Iprobe(int, int, int, int* flag, int*) {
   *flag = 0;
   return 0;
 }
-int MPI_Get_count(const int* status, int type, int* count) {
+int MPI_Get_elements_x(const int* status, int type, int64_t* count) {
   *count = status[kBytes] / size_of(type);
   return 0;
 }
@@ -304,6 +304,6 @@ int MPI_Allgather(const void* in, int count, int type, void* out, int, int, int 
   int MPI_##name() { return kMismatch; }
 UNUSED(Allgatherv) UNUSED(Alltoall) UNUSED(Alltoallv) UNUSED(Exscan) UNUSED(Gather) UNUSED(Gatherv)
 UNUSED(Op_create) UNUSED(Reduce) UNUSED(Reduce_scatter) UNUSED(Reduce_scatter_block) UNUSED(Scan)
-UNUSED(Scatter) UNUSED(Scatterv)
+UNUSED(Scatter) UNUSED(Scatterv) UNUSED(Type_commit) UNUSED(Type_create_hindexed) UNUSED(Type_free)
 
 }  // extern "C"
