@@ -27,7 +27,7 @@ from mpi4py import MPI
 import mpigrad as mg
 from mpigrad import operations
 from mpigrad.communicator import Cartesian, Communicator
-from mpigrad.operations.reductions import OPS
+from mpigrad.operations.reduce_operators import OPS
 
 PAGE = pathlib.Path(__file__).parent.parent / "docs" / "operations.md"
 BEGIN, END = "<!-- {}: made by tools/operations_table.py -->\n", "<!-- end -->\n"

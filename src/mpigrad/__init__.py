@@ -68,8 +68,8 @@ if TYPE_CHECKING:
     from mpigrad.operations.point_to_point import recv as recv
     from mpigrad.operations.point_to_point import recv_with_status as recv_with_status
     from mpigrad.operations.point_to_point import send as send
-    from mpigrad.operations.reductions import Reduction as Reduction
-    from mpigrad.operations.reductions import reduction as reduction
+    from mpigrad.operations.reduce_operators import Reduction as Reduction
+    from mpigrad.operations.reduce_operators import reduction as reduction
     from mpigrad.operations.sendrecv import sendrecv as sendrecv
     from mpigrad.operations.v_collectives import allgatherv as allgatherv
     from mpigrad.operations.v_collectives import alltoallv as alltoallv
@@ -85,7 +85,7 @@ _NAMES = {
     "Communicator": "communicator",
     "GhostExchange": "sparse.matrix.ghost_exchange",
     "Grid": "grid.grid",
-    "Reduction": "operations.reductions",
+    "Reduction": "operations.reduce_operators",
     "Request": "operations.nonblocking",
     "allgather": "operations.collectives",
     "allgatherv": "operations.v_collectives",
@@ -130,7 +130,7 @@ _NAMES = {
     "reduce": "operations.collectives",
     "reduce_scatter": "operations.collectives",
     "reduce_scatterv": "operations.v_collectives",
-    "reduction": "operations.reductions",
+    "reduction": "operations.reduce_operators",
     "require": "operations.checks",
     "rms_norm": "operations.norms",
     "scan": "operations.collectives",

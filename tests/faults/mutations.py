@@ -108,7 +108,7 @@ MUTATIONS = [
     # ---- operations ----
     Mutation("operations/collectives.py", "ct, a, backward=1 - backward, **params\n    )[0],\n)\nexscan_p",
              "ct, a, backward=backward, **params\n    )[0],\n)\nexscan_p", 2, VALUES + "[scan-jit]"),
-    Mutation("operations/reductions.py", "rows[:own], rows[own + 1 :]", "rows[:own], rows[own:]",
+    Mutation("operations/reduce_operators.py", "rows[:own], rows[own + 1 :]", "rows[:own], rows[own:]",
              3, REDUCTIONS + "test_product_with_zeros"),
     Mutation("operations/collectives.py", "is_extremum.astype(x.dtype) / ties.astype(x.dtype)",
              "is_extremum.astype(x.dtype)", 3, REDUCTIONS + "test_ties_share_the_derivative"),

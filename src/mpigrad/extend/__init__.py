@@ -53,7 +53,7 @@ from mpigrad.operations.nonblocking import in_order_of_posts, post
 from mpigrad.operations.norms import root_of_sums, sums_of_squares, two_norms
 from mpigrad.operations.primitive import linear_map
 from mpigrad.operations.pytree_packing import arrays, bind_packed
-from mpigrad.operations.reductions import check_op
+from mpigrad.operations.reduce_operators import check_op
 from mpigrad.operations.v_collectives import (
     NEIGHBOR_TAG,
     check_counts,

@@ -20,7 +20,7 @@ from mpigrad.operations.nonblocking import Request, irecv, isend, wait, wait_wit
 from mpigrad.operations.norms import max_norm, rms_norm
 from mpigrad.operations.one_sided import one_sided
 from mpigrad.operations.point_to_point import recv, recv_with_status, send
-from mpigrad.operations.reductions import Reduction, reduction
+from mpigrad.operations.reduce_operators import Reduction, reduction
 from mpigrad.operations.sendrecv import sendrecv
 from mpigrad.operations.v_collectives import (
     allgatherv,

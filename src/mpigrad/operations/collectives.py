@@ -21,7 +21,7 @@ from mpigrad.operations.primitive import (
     weighted_map,
 )
 from mpigrad.operations.pytree_packing import bind_packed
-from mpigrad.operations.reductions import (
+from mpigrad.operations.reduce_operators import (
     Messages,
     Reduction,
     bind_reduction,

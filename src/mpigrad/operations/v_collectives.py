@@ -16,7 +16,7 @@ from mpigrad.operations._jax_compat import Primitive, ShapedArray
 from mpigrad.operations.carrier import carrier
 from mpigrad.operations.primitive import check_arithmetic, linear_map
 from mpigrad.operations.pytree_packing import apply_packed, arrays, bind_packed, describe_leaves
-from mpigrad.operations.reductions import Messages, Reduction, bind_reduction, fold
+from mpigrad.operations.reduce_operators import Messages, Reduction, bind_reduction, fold
 from mpigrad.runtime.call_sites import call_site, describe, note_neighbors
 from mpigrad.runtime.native import NO_REDUCTION, SUM, TAG_LIMIT, words_per_element
 

@@ -15,11 +15,19 @@ from mpigrad.sparse.solvers.libraries import (
     solver_seconds,
     why_no_hypre,
 )
-from mpigrad.sparse.solvers.methods import GMRES, PCG, BiCGStab, Krylov, LinearSolver, Multigrid
+from mpigrad.sparse.solvers.methods import (
+    GMRES,
+    PCG,
+    BiCGStab,
+    Krylov,
+    LinearSolver,
+    Multigrid,
+    default_solver,
+)
 from mpigrad.sparse.solvers.nullspace import NullSpace
 from mpigrad.sparse.solvers.operator_solve import Operator
 from mpigrad.sparse.solvers.preconditioners import PFMG, BoomerAMG, BoxMG, Jacobi, Preconditioner
-from mpigrad.sparse.solvers.solve import default_solver, solve
+from mpigrad.sparse.solvers.solve import solve
 
 __all__ = [
     "GMRES",

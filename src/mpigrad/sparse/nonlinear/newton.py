@@ -35,7 +35,7 @@ from mpigrad.sparse.matrix.pattern import Pattern
 from mpigrad.sparse.nonlinear.newton_steps import INFO, Problem, iterate, require_solution, summary
 from mpigrad.sparse.nonlinear.sparse_jacobian import sparse_jacobian
 from mpigrad.sparse.solvers.krylov import noise
-from mpigrad.sparse.solvers.methods import GMRES, LinearSolver
+from mpigrad.sparse.solvers.methods import GMRES, LinearSolver, default_solver
 from mpigrad.sparse.solvers.nullspace import (
     as_nullspace,
     from_orthonormal,
@@ -44,7 +44,7 @@ from mpigrad.sparse.solvers.nullspace import (
     without_nullspace,
 )
 from mpigrad.sparse.solvers.operator_solve import linearized, operator_solve_p
-from mpigrad.sparse.solvers.solve import default_solver, solve
+from mpigrad.sparse.solvers.solve import solve
 
 __all__ = ["newton"]
 

@@ -11,10 +11,9 @@ import numpy as np
 
 from mpigrad.extend import NativeCall, primitive
 from mpigrad.sparse.matrix.pattern import Pattern
-from mpigrad.sparse.solvers.hypre import why_not_structured
 from mpigrad.sparse.solvers.libraries import multigrid_library
 from mpigrad.sparse.solvers.methods import INFO, PCG, LinearSolver, request_text
-from mpigrad.sparse.solvers.preconditioners import BoxMG
+from mpigrad.sparse.solvers.preconditioners import BoxMG, why_not_structured
 
 __all__ = ["check", "run", "why_not"]
 

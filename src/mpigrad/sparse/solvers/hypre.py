@@ -22,6 +22,7 @@ from mpigrad.sparse.solvers.preconditioners import (
     RELAXATIONS,
     BoomerAMG,
     Preconditioner,
+    why_not_structured,
 )
 
 __all__ = [
@@ -29,7 +30,6 @@ __all__ = [
     "check_pfmg",
     "run",
     "structured",
-    "why_not_structured",
 ]
 
 # ---- Grid stencils in the form of hypre's structured interface, for PFMG ----
@@ -51,16 +51,6 @@ class _Options(ctypes.Structure):
         ("keeps_stale", ctypes.c_int32),
         ("symmetric", ctypes.c_int32),
     )
-
-
-def why_not_structured(pattern: Pattern) -> str:
-    """Return why PFMG cannot take a pattern, or an empty string if it can."""
-    if pattern.stencil is None:
-        return "it was not made from a grid's stencil. Make it with Pattern.from_stencil"
-    far = [offset for offset in pattern.stencil.offsets if any(abs(step) > 1 for step in offset)]
-    if far:
-        return f"the stencil reaches {far[0]}, but PFMG takes one step along each axis only"
-    return ""
 
 
 def check_pfmg(name: str, pattern: Pattern, preconditioner: PFMG) -> None:

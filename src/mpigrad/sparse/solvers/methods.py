@@ -8,10 +8,20 @@ import dataclasses
 from typing import Any, ClassVar, Literal, final
 
 import jax
+import numpy as np
 
 from mpigrad.sparse.matrix.pattern import Pattern
 from mpigrad.sparse.solvers.krylov import LinearSystem, Outcome, bicgstab, gmres, pcg
-from mpigrad.sparse.solvers.preconditioners import BoomerAMG, Jacobi, Preconditioner, sealed
+from mpigrad.sparse.solvers.libraries import hypre_available
+from mpigrad.sparse.solvers.preconditioners import (
+    PFMG,
+    BoomerAMG,
+    BoxMG,
+    Jacobi,
+    Preconditioner,
+    sealed,
+    why_not_structured,
+)
 
 __all__ = [
     "GMRES",
@@ -24,6 +34,7 @@ __all__ = [
     "check_diagonal",
     "check_hashable",
     "check_steps",
+    "default_solver",
     "request_text",
 ]
 
@@ -443,3 +454,51 @@ class Multigrid(LinearSolver):
 
     def iterate(self, system: LinearSystem) -> tuple[jax.Array, Any]:
         raise TypeError("Multigrid: only hypre runs it. Solve with a Matrix in float64.")
+
+
+# ---- The rule that chooses a method if none is given ----
+
+
+def default_solver(
+    rtol: float = 1e-8,
+    pattern: Pattern | None = None,
+    *,
+    symmetric: bool = True,
+    dtype: Any = np.float64,
+    multigrid: BoomerAMG = BoomerAMG(),  # noqa: B008 (frozen)
+) -> LinearSolver:
+    """Return the method that is used if none is given: by multigrid, or else by Jacobi.
+
+    Symmetric systems with the pattern of a grid stencil get `BoxMG` on one or two axes and `PFMG`
+    on three, or `BoxMG` without hypre. Others get `BoomerAMG`. Without hypre, and in other dtypes
+    than float64, it is Jacobi's preconditioner.
+
+    Parameters
+    ----------
+    rtol
+        The tolerance: |b - A x| <= rtol |b|.
+    pattern
+        The matrix's pattern, if it is known.
+    symmetric
+        True: `PCG`, for symmetric positive definite matrices. False: `GMRES`.
+    dtype
+        The dtype of the matrix.
+    multigrid
+        What is used where no grid stencil is known.
+
+    Examples
+    --------
+    >>> from mpigrad.sparse import default_solver
+    >>> default_solver(rtol=1e-6).rtol
+    1e-06
+    """
+    dtype = np.dtype(dtype)
+    stencil = None if pattern is None or why_not_structured(pattern) else pattern.stencil
+    if dtype == np.float64 and symmetric and stencil is not None:
+        # PFMG is the default on grids with three axes (docs/decisions/0078).
+        by_hypre = stencil.grid.ndim == 3 and hypre_available()
+        return PCG(rtol=rtol, preconditioner=PFMG() if by_hypre else BoxMG())
+    method = PCG if symmetric else GMRES
+    if dtype == np.float64 and hypre_available():
+        return method(rtol=rtol, preconditioner=multigrid)
+    return method(rtol=rtol, max_steps=10_000, preconditioner=Jacobi())

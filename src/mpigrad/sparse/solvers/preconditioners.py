@@ -11,8 +11,17 @@ import jax
 import jax.numpy as jnp
 
 from mpigrad.sparse.matrix.matrix import Matrix
+from mpigrad.sparse.matrix.pattern import Pattern
 
-__all__ = ["PFMG", "BoomerAMG", "BoxMG", "Jacobi", "Preconditioner", "sealed"]
+__all__ = [
+    "PFMG",
+    "BoomerAMG",
+    "BoxMG",
+    "Jacobi",
+    "Preconditioner",
+    "sealed",
+    "why_not_structured",
+]
 
 COARSENINGS = {"HMIS": 10, "PMIS": 8, "Falgout": 6, "CLJP": 0}
 INTERPOLATIONS = {"ext+i": 6, "standard": 8, "classical": 0, "multipass": 4}
@@ -371,3 +380,13 @@ def _check_least(name: str, field: str, value: int, least: int) -> None:
         raise ValueError(
             f"{name}: {field} must be at least {least}, got {field}={value}. Raise it."
         )
+
+
+def why_not_structured(pattern: Pattern) -> str:
+    """Return why PFMG cannot take a pattern, or an empty string if it can."""
+    if pattern.stencil is None:
+        return "it was not made from a grid's stencil. Make it with Pattern.from_stencil"
+    far = [offset for offset in pattern.stencil.offsets if any(abs(step) > 1 for step in offset)]
+    if far:
+        return f"the stencil reaches {far[0]}, but PFMG takes one step along each axis only"
+    return ""

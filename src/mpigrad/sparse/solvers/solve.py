@@ -42,14 +42,12 @@ from mpigrad.sparse.solvers.jax_backend import (
     refuse_overflow,
     scaled,
 )
-from mpigrad.sparse.solvers.libraries import hypre_available
 from mpigrad.sparse.solvers.methods import (
-    GMRES,
     INFO,
-    PCG,
     LinearSolver,
     check_diagonal,
     check_hashable,
+    default_solver,
 )
 from mpigrad.sparse.solvers.nullspace import (
     as_nullspace,
@@ -61,58 +59,13 @@ from mpigrad.sparse.solvers.nullspace import (
     without_nullspace,
 )
 from mpigrad.sparse.solvers.operator_solve import solve_operator
-from mpigrad.sparse.solvers.preconditioners import PFMG, BoomerAMG, BoxMG, Jacobi, Preconditioner
+from mpigrad.sparse.solvers.preconditioners import Preconditioner
 
-__all__ = ["default_solver", "solve"]
+__all__ = ["solve"]
 
 
 # Each has `check(solver, pattern, dtype)`, and `run`, which jax_backend.py describes.
 _BACKENDS: dict[str, Any] = {"jax": jax_backend, "hypre": hypre, "boxmg": boxmg}
-
-
-def default_solver(
-    rtol: float = 1e-8,
-    pattern: Pattern | None = None,
-    *,
-    symmetric: bool = True,
-    dtype: Any = np.float64,
-    multigrid: BoomerAMG = BoomerAMG(),  # noqa: B008 (frozen)
-) -> LinearSolver:
-    """Return the method that is used if none is given: by multigrid, or else by Jacobi.
-
-    Symmetric systems with the pattern of a grid stencil get `BoxMG` on one or two axes and `PFMG`
-    on three, or `BoxMG` without hypre. Others get `BoomerAMG`. Without hypre, and in other dtypes
-    than float64, it is Jacobi's preconditioner.
-
-    Parameters
-    ----------
-    rtol
-        The tolerance: |b - A x| <= rtol |b|.
-    pattern
-        The matrix's pattern, if it is known.
-    symmetric
-        True: `PCG`, for symmetric positive definite matrices. False: `GMRES`.
-    dtype
-        The dtype of the matrix.
-    multigrid
-        What is used where no grid stencil is known.
-
-    Examples
-    --------
-    >>> from mpigrad.sparse import default_solver
-    >>> default_solver(rtol=1e-6).rtol
-    1e-06
-    """
-    dtype = np.dtype(dtype)
-    stencil = None if pattern is None or boxmg.why_not(pattern) else pattern.stencil
-    if dtype == np.float64 and symmetric and stencil is not None:
-        # PFMG is the default on grids with three axes (docs/decisions/0078).
-        by_hypre = stencil.grid.ndim == 3 and hypre_available()
-        return PCG(rtol=rtol, preconditioner=PFMG() if by_hypre else BoxMG())
-    method = PCG if symmetric else GMRES
-    if dtype == np.float64 and hypre_available():
-        return method(rtol=rtol, preconditioner=multigrid)
-    return method(rtol=rtol, max_steps=10_000, preconditioner=Jacobi())
 
 
 def solve(
