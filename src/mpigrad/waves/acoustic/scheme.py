@@ -50,8 +50,8 @@ class AcousticMedium(NamedTuple):
     True
     """
 
-    velocity: Float[Array | np.ndarray, "*tile"]
-    density: Float[Array | np.ndarray, "*tile"] | None = None
+    velocity: Float[Array, "*tile"]
+    density: Float[Array, "*tile"] | None = None
 
 
 class State(NamedTuple):

@@ -12,7 +12,7 @@ import numpy as np
 from jax import lax
 from jax.typing import ArrayLike
 
-from mpigrad.extend import Array, Float
+from mpigrad.extend import Array, Float, as_array
 from mpigrad.grid import halo_exchange
 from mpigrad.waves.absorbing import Surface, WaveTile
 
@@ -360,11 +360,11 @@ class ElasticMedium(NamedTuple):
     1500000000.0
     """
 
-    lam: Float[Array | np.ndarray, "*tile"]
-    mu: Float[Array | np.ndarray, "*tile"]
-    rho: Float[Array | np.ndarray, "*tile"]
-    qp: Float[Array | np.ndarray, "*tile"] | None = None
-    qs: Float[Array | np.ndarray, "*tile"] | None = None
+    lam: Float[Array, "*tile"]
+    mu: Float[Array, "*tile"]
+    rho: Float[Array, "*tile"]
+    qp: Float[Array, "*tile"] | None = None
+    qs: Float[Array, "*tile"] | None = None
 
     @classmethod
     def from_velocities(
@@ -376,7 +376,8 @@ class ElasticMedium(NamedTuple):
         qs: Float[Array | np.ndarray, "*tile"] | None = None,
     ) -> ElasticMedium:
         """Return the medium with these velocities of P and S waves in m/s. Differentiable."""
-        return cls(*lame(vp, vs, rho), rho, qp, qs)
+        loss = (None if q is None else as_array(q) for q in (qp, qs))
+        return cls(*map(as_array, (*lame(vp, vs, rho), rho)), *loss)
 
 
 def effective_media(

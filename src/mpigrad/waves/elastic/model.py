@@ -276,8 +276,7 @@ class Elastic:
             small.
         """
         lam, mu, rho, qp, qs = _as_medium(medium)
-        lam, mu, rho, wavelets = (as_array(x) for x in (lam, mu, rho, wavelets))
-        qp, qs = (None if q is None else as_array(q) for q in (qp, qs))
+        wavelets = as_array(wavelets)
         with raise_on_all_ranks(self.grid.comm):
             name = "Elastic.propagate"
             arguments.check_gathers(name, gathers)
@@ -339,7 +338,8 @@ def _at_rest(scheme: Scheme, dtype: Any) -> State | VolumeState | AnelasticState
 
 def _as_medium(medium: Any) -> ElasticMedium:
     if isinstance(medium, ElasticMedium):
-        return medium
+        loss = (None if q is None else as_array(q) for q in (medium.qp, medium.qs))
+        return ElasticMedium(*map(as_array, medium[:3]), *loss)
     raise TypeError(
         f"Elastic: the medium must be an ElasticMedium, got {type(medium).__name__}. Write "
         "ElasticMedium(lam, mu, rho) or ElasticMedium.from_velocities(vp, vs, rho)."
