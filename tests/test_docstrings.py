@@ -95,6 +95,32 @@ def test_public_names_have_examples() -> None:
             assert any(test.examples for test in found), f"{name} has no Examples block"
 
 
+# Objects that other functions make, whose arguments are those of the library.
+MADE = {"Mesh", "Data", "Pool", "LinearSystem", "Request", "Trainer", "start"}
+
+
+def test_comm_is_the_last_argument_by_position_or_a_keyword() -> None:
+    """As in mpi4py. Settings after it are keywords."""
+    wrong = []
+    for name, thing in (case.values for case in cases()):
+        if name.rpartition(".")[2] in MADE:
+            continue
+        methods = (
+            [m for m in vars(thing).values() if isinstance(m, classmethod)]
+            if (inspect.isclass(thing))
+            else []
+        )
+        for f in (thing, *(m.__func__ for m in methods)):
+            try:
+                parameters = list(inspect.signature(f).parameters.values())
+            except ValueError:
+                continue
+            by_position = [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
+            if "comm" in by_position[:-1]:
+                wrong.append(f"{name}: {by_position}")
+    assert not wrong
+
+
 @pytest.mark.parametrize(("name", "thing"), cases())
 def test_examples_of_public_names(
     name: str, thing: Any, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch

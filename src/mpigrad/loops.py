@@ -130,7 +130,7 @@ def scan(
         _compare(state, jax.eval_shape(step, state, jax.tree.map(lambda a: a[0], xs)))
     if comm is not None:
         remedy = "Let all ranks make as many steps: decide it on one rank, or by an allreduce."
-        assert_replicated(n, comm, "the number of steps", remedy)
+        assert_replicated(n, comm, what="the number of steps", remedy=remedy)
     return _run(step, state, xs, n, lengths)
 
 

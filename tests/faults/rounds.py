@@ -137,14 +137,14 @@ grid = Grid((6, 4), (1.0, 1.0), comm)
 
 
 def save(directory: pathlib.Path) -> Store:
-    store = Store(directory / "saves", comm, KEEP, resume=True)
+    store = Store(directory / "saves", comm, keep=KEEP, resume=True)
     STORES.append(store)
     store.save(5, state(5), LAYOUT, {"about": {}, "extra": None})
     return store
 
 
 def load(directory: pathlib.Path) -> Store:
-    store = Store(directory / "saves", comm, KEEP, resume=True)
+    store = Store(directory / "saves", comm, keep=KEEP, resume=True)
     STORES.append(store)
     saved = store.load(state(0), LAYOUT)
     assert saved is not None and equal(saved.tree, state(saved.step)), saved
@@ -276,7 +276,7 @@ def check_next_run(
 ) -> None:
     """The newest whole save is found without the fault, and saves can follow it."""
     with contextlib.redirect_stderr(io.StringIO()):
-        store = Store(saves, comm, KEEP)
+        store = Store(saves, comm, keep=KEEP)
         saved = store.load(state(0), LAYOUT)
         if saved is None or saved.step != whole[max(whole)][0] or not equal(
             saved.tree, state(saved.step)

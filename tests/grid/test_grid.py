@@ -149,14 +149,15 @@ def test_more_ranks_than_cells():
         (((), ()), TypeError, "one to three integers"),
         (((3,) * 4, (1.0,) * 4), TypeError, "one to three integers"),
         (((3.5, 3), (1.0, 1.0)), TypeError, "one to three integers"),
-        (((30, 30), (1.0, 1.0), None, (1,)), TypeError, "dims must be 2 integers"),
-        (((30, 30), (1.0, 1.0), None, (5, 7)), ValueError, "35 tiles, for"),
-        (((30, 30), (1.0, 1.0), None, (-1, -1)), ValueError, "one tile per rank"),
+        (((30, 30), (1.0, 1.0), {"dims": (1,)}), TypeError, "dims must be 2 integers"),
+        (((30, 30), (1.0, 1.0), {"dims": (5, 7)}), ValueError, "35 tiles, for"),
+        (((30, 30), (1.0, 1.0), {"dims": (-1, -1)}), ValueError, "one tile per rank"),
     ],
 )
 def test_bad_grids_are_refused_on_every_rank(arguments, error, message):
+    shape, spacing, *settings = arguments
     with pytest.raises(error, match=message):
-        Grid(*arguments)
+        Grid(shape, spacing, **dict(*settings))
 
 
 @pytest.mark.ranks(2, 3, 4)

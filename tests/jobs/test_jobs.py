@@ -223,7 +223,7 @@ def test_few_jobs_and_wrong_sizes(comm: Communicator) -> None:
 def test_booleans_are_counted(comm: Communicator) -> None:
     more = lambda params, item_params, item: item > params
     for schedule in (jobs.Static(), jobs.Dynamic()):
-        with jobs.pool(comm, schedule) as pool:
+        with jobs.pool(comm, schedule=schedule) as pool:
             data = pool.put([1.0, 2.0, 3.0, 4.0], block=2)
             assert data.dynamic == (schedule == jobs.Dynamic())
             assert pool.sum(more, data)(1.5) == 3

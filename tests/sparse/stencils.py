@@ -23,7 +23,7 @@ class System:
     """Random links between the cells of a grid: dominated by the diagonal, symmetric or not."""
 
     def __init__(self, comm, shape, offsets, skew=0.0, dims=None):
-        self.grid = Grid(shape, (1.0,) * len(shape), comm, dims)
+        self.grid = Grid(shape, (1.0,) * len(shape), comm, dims=dims)
         self.pattern = Pattern.from_stencil(self.grid, offsets)
         generator = np.random.default_rng(7)
         self.whole = np.zeros((len(offsets), *shape))

@@ -103,7 +103,7 @@ def _on_ranks(
         columns[first:last],
         sizes[comm.rank],
         comm,
-        None if column_sizes is None else column_sizes[comm.rank],
+        n_local_columns=None if column_sizes is None else column_sizes[comm.rank],
     )
     return System(
         pattern,

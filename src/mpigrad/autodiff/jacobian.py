@@ -119,15 +119,15 @@ def jacobian(
             return [_real("result", as_array(y)) for y in out]
 
         if local and os.environ.get("MPIGRAD_GUARD") == "1":
-            assert_replicated((args, kwargs), group, "jacobian: an argument, with local=True,")
+            assert_replicated((args, kwargs), group, what="jacobian: an argument, with local=True,")
         with forbid_messages(_LOCAL) if local else contextlib.nullcontext():
             outs = jax.eval_shape(flat, *leaves)
         shapes = [(x.shape, str(x.dtype)) for x in (*leaves, *outs)]
         assert_replicated(
             np.int32(zlib.crc32(repr(shapes).encode()) >> 1),
             group,
-            "jacobian: the shape or dtype of an argument or result",
-            "Pad shorter arrays. Entries that are not used have a derivative of zero.",
+            what="jacobian: the shape or dtype of an argument or result",
+            remedy="Pad shorter arrays. Entries that are not used have a derivative of zero.",
         )
         table = over(flat, leaves, outs, mode, group)
         rows = [jax.tree.unflatten(arguments, row) for row in table]

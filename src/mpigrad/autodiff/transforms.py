@@ -308,7 +308,7 @@ def _value_and_grad(
         if os.environ.get("MPIGRAD_GUARD") == "1":
             for n in equal:
                 assert_replicated(
-                    args[n], group, f"grad, value_and_grad: argument {n}, declared replicated,"
+                    args[n], group, what=f"grad, value_and_grad: argument {n}, declared replicated,"
                 )
         out, (_, *gradients) = differentiate(zero, *args, **kwargs)
         for n, g in zip(numbers, gradients, strict=True):
@@ -319,8 +319,8 @@ def _value_and_grad(
             assert_replicated(
                 whole,
                 group,
-                "grad, value_and_grad: the loss that is declared replicated",
-                'Return the same value on every rank, or use loss="share".',
+                what="grad, value_and_grad: the loss that is declared replicated",
+                remedy='Return the same value on every rank, or use loss="share".',
             )
         parts = [g for n, g in zip(numbers, gradients, strict=True) if n in equal]
         # All sums of one dtype travel in one message.

@@ -225,7 +225,9 @@ class Checkpoint:
             is given. It names the last step and its date.
         """
         comm = resolve(comm)
-        store = Store(self.directory, comm, self.keep, resume=self.resume, overwrite=self.overwrite)
+        store = Store(
+            self.directory, comm, keep=self.keep, resume=self.resume, overwrite=self.overwrite
+        )
         store.forbid_earlier_run("Checkpoint")
         with contextlib.ExitStack() as stack:
             stop = stack.enter_context(listen()) if self.signals else None

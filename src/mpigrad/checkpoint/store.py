@@ -104,8 +104,8 @@ class Store:
         self,
         directory: str | os.PathLike[str],
         comm: Communicator | None = None,
-        keep: int = 2,
         *,
+        keep: int = 2,
         resume: bool = False,
         overwrite: bool = False,
     ) -> None:

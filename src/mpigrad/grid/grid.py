@@ -217,6 +217,7 @@ class Grid:
         shape: tuple[int, ...],
         spacing: tuple[float, ...],
         comm: Communicator | None = None,
+        *,
         dims: tuple[int, ...] | None = None,
         periodic: bool | tuple[bool, ...] = False,
     ) -> None:

@@ -440,7 +440,7 @@ class Pool:
     def _check_arguments(self, arguments: Any) -> None:
         if os.environ.get("MPIGRAD_GUARD") == "1":
             arguments = [key_data(x) for x in jax.tree.leaves(arguments)]
-            assert_replicated(arguments, self.comm, "an argument of a pool's function")
+            assert_replicated(arguments, self.comm, what="an argument of a pool's function")
 
     def _function(self, spec: MapSpec, data: Data) -> Callable[..., Any]:
         def program(params: Any, item_params: Any, alone: bool) -> Any:
@@ -511,8 +511,8 @@ def _check(item_params: Any, jobs: int, fn: Callable[..., Any]) -> None:
 
 def pool(
     comm: Communicator | None = None,
-    schedule: Schedule = Static(),  # noqa: B008  frozen
     *,
+    schedule: Schedule = Static(),  # noqa: B008  frozen
     throw: bool = True,
 ) -> Pool:
     """Make a pool of the ranks of a communicator, which compute jobs together (collective).

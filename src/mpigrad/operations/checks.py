@@ -87,6 +87,7 @@ def _numbers(ok: Any, values: Any) -> tuple[jax.Array, jax.Array]:
 def assert_replicated(
     x: Any,
     comm: Communicator | None = None,
+    *,
     what: str = "the value",
     remedy: str = "Make it equal, for instance by bcast, or do not declare it replicated.",
 ) -> None:

@@ -39,7 +39,7 @@ def unit_square(
     >>> unit_square((4, 2)).spacing
     (0.25, 0.5)
     """
-    return Grid(cells, (1 / max(cells[0], 1), 1 / max(cells[1], 1)), comm, dims)
+    return Grid(cells, (1 / max(cells[0], 1), 1 / max(cells[1], 1)), comm, dims=dims)
 
 
 @dataclasses.dataclass(frozen=True)

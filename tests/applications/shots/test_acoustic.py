@@ -29,7 +29,7 @@ def survey():
 
 def model(comm, dims=None, **settings):
     settings = {"pml": LAYERS, "max_velocity": 2500.0} | settings
-    return Acoustic(Grid(SHAPE, SPACING, comm, dims), DT, STEPS, **settings)
+    return Acoustic(Grid(SHAPE, SPACING, comm, dims=dims), DT, STEPS, **settings)
 
 
 def whole():
@@ -130,7 +130,7 @@ def test_two_steps_in_a_pass_give_the_bits_of_single_steps(comm, shape, axis):
     points[:, :, 1 - axis] %= 200.0
 
     def results(checkpoints):
-        grid = Grid(shape, SPACING, comm, dims)
+        grid = Grid(shape, SPACING, comm, dims=dims)
         acoustic = Acoustic(grid, DT, 9, pml=5, max_velocity=2500.0, storage=Storage(checkpoints))
 
         def loss(velocity, wavelets):

@@ -20,7 +20,7 @@ def random_pattern(comm, n_local, n_local_columns, share=0.4, dense_row=False, s
     rows, columns = np.nonzero(full[offset : offset + n_local])
     shuffled = generator.permutation(len(rows))
     return Pattern.from_coo(
-        rows[shuffled] + offset, columns[shuffled], n_local, comm, n_local_columns
+        rows[shuffled] + offset, columns[shuffled], n_local, comm, n_local_columns=n_local_columns
     )
 
 

@@ -27,7 +27,7 @@ def random(shape, dtype=np.float64, seed=0):
 def test_round_trip(comm, shape, dtype):
     whole = random(shape, dtype)
     root = comm.size - 1
-    A = Matrix.from_scipy(whole if comm.rank == root else None, comm, root)
+    A = Matrix.from_scipy(whole if comm.rank == root else None, comm, root=root)
     assert (A.shape, A.dtype) == (shape, dtype)
     again = Matrix.from_scipy(A.local_scipy(), comm)
     np.testing.assert_array_equal(again.values, A.values)
@@ -45,14 +45,22 @@ def test_given_partition_and_given_order(comm):
     shape = (11, 7)
     whole = random(shape)
     rows, columns = stripes(11, comm.size), stripes(7, comm.size, 0 if comm.size > 1 else None)
-    A = Matrix.from_scipy(whole, comm, 0, rows[comm.rank], columns[comm.rank])
+    A = Matrix.from_scipy(
+        whole, comm, root=0, n_local=rows[comm.rank], n_local_columns=columns[comm.rank]
+    )
     p = A.pattern
     assert (p.n_local, p.n_local_columns) == (rows[comm.rank], columns[comm.rank])
     x = np.random.default_rng(1).standard_normal(7)
     own = slice(p.offset, p.offset + p.n_local)
     close(A @ jnp.asarray(x[p.column_offset :][: p.n_local_columns]), (whole @ x)[own])
     for form in ("csc", "lil", "bsr"):
-        B = Matrix.from_scipy(whole.asformat(form), comm, 0, rows[comm.rank], columns[comm.rank])
+        B = Matrix.from_scipy(
+            whole.asformat(form),
+            comm,
+            root=0,
+            n_local=rows[comm.rank],
+            n_local_columns=columns[comm.rank],
+        )
         np.testing.assert_array_equal(B.local_scipy().toarray(), whole.toarray()[own])
 
 

@@ -45,7 +45,7 @@ class Diffusion:
     """-div(kappa grad u) on cells of size 1, with kappa between cells from both of them."""
 
     def __init__(self, comm, shape, dims=None, anisotropy=1.0, boundary=True):
-        self.grid = Grid(shape, (1.0,) * len(shape), comm, dims)
+        self.grid = Grid(shape, (1.0,) * len(shape), comm, dims=dims)
         self.offsets = faces(len(shape))
         self.pattern = Pattern.from_stencil(self.grid, self.offsets)
         self.anisotropy, self.boundary = anisotropy, boundary

@@ -325,7 +325,7 @@ def test_errors_name_what_is_wrong(comm):
         solve(system.matrix, system.b, GMRES(), jnp.zeros(n + 1))
     with pytest.raises(ValueError, match=r"30 rows are not a multiple of unknowns_per_cell=4"):
         solve(system.matrix, system.b, GMRES(preconditioner=BoomerAMG(unknowns_per_cell=4)))
-    wide = Pattern.from_coo([comm.rank], [comm.rank], 1, comm, 2)
+    wide = Pattern.from_coo([comm.rank], [comm.rank], 1, comm, n_local_columns=2)
     with pytest.raises(ValueError, match="the matrix must be square"):
         solve(Matrix(wide, jnp.ones(1)), jnp.ones(1), GMRES())
     with pytest.raises(ValueError, match=r"GMRES: restart must be positive .* got restart=0"):

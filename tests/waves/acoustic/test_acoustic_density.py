@@ -30,7 +30,7 @@ def survey_of(axes):
 
 
 def model(comm, axes, dims=None, **settings):
-    grid = Grid(SHAPE[:axes], SPACING[:axes], comm, dims)
+    grid = Grid(SHAPE[:axes], SPACING[:axes], comm, dims=dims)
     return Acoustic(grid, 1e-3, STEPS, **{"pml": LAYERS[:axes]} | settings)
 
 

@@ -25,7 +25,7 @@ _OTHER_LAYERS = pytest.mark.full("thousands of steps with another order or other
 
 
 def model(comm, dims=None, **settings):
-    return Acoustic(Grid(SHAPE, SPACING, comm, dims), 1.2e-3, STEPS, pml=LAYERS, **settings)
+    return Acoustic(Grid(SHAPE, SPACING, comm, dims=dims), 1.2e-3, STEPS, pml=LAYERS, **settings)
 
 
 def whole():
@@ -138,7 +138,7 @@ def test_boundary_saving(comm, shape, pml, order, axis, settings):
     settings = dict(settings)
     draw = np.random.default_rng(6)
     dims = None if axis is None else tuple(comm.size if a == axis else 1 for a in range(3))
-    grid = Grid(shape, SPACING, comm, dims)
+    grid = Grid(shape, SPACING, comm, dims=dims)
     tile = jnp.asarray(draw.uniform(1500, 2500, shape)[grid.slices])
     wavelets = jnp.asarray(draw.standard_normal((2, 2, 25)))
     places = draw.uniform(0.1, 0.9, (2, 4, 3)) * shape * SPACING  # inside, and outside of it
@@ -352,7 +352,7 @@ def test_bad_input_is_refused(comm):
     with pytest.raises(ValueError, match="pml must be 0 or at least 4 cells at order 8"):
         model(comm, order=8)
     if comm.size > 1:
-        thin = Grid((comm.size, 8, 8), (10.0,) * 3, comm, (comm.size, 1, 1))
+        thin = Grid((comm.size, 8, 8), (10.0,) * 3, comm, dims=(comm.size, 1, 1))
         with pytest.raises(ValueError, match="the smallest tile has 1, but the stencil reaches 2"):
             Acoustic(thin, 1e-3, 2)
 

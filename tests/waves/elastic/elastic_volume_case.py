@@ -32,7 +32,7 @@ def model(comm: Communicator, dims: Any = None, **settings: Any) -> Elastic:
     defaults: dict[str, Any] = dict(
         dt=1e-3, steps=STEPS, frequency=15.0, pml=LAYERS, components=COMPONENTS, source="force_z"
     )
-    return Elastic(Grid(SHAPE, SPACING, comm, dims), **{**defaults, **settings})
+    return Elastic(Grid(SHAPE, SPACING, comm, dims=dims), **{**defaults, **settings})
 
 
 def arrays(pml: Any = LAYERS) -> dict[str, Any]:

@@ -115,7 +115,7 @@ def test_tiles_with_a_middle_are_one_rank(comm, alone, dims):
     wavelets = jnp.asarray(1e9 * random.normal(size=(1, sources.shape[1], 12)))
 
     def gradient(on, dims, **kept):
-        grid = Grid(cells, (10.0, 12.0), on, dims)
+        grid = Grid(cells, (10.0, 12.0), on, dims=dims)
         common = {"frequency": 15.0, "pml": case.PML, "components": COMPONENTS}
         scheme = make_scheme(Elastic(grid, 1.5e-3, 12, **common, **kept), survey)
         tile = scheme.tile
@@ -317,7 +317,7 @@ def test_rejects_invalid_settings(comm):
             case.model(comm, **settings)
     if comm.size > 1:
         with pytest.raises(ValueError, match="the stencil reaches 2 cells"):
-            Elastic(Grid((comm.size, 9), (1.0, 1.0), comm, (comm.size, 1)), 1e-3, 3, 1.0)
+            Elastic(Grid((comm.size, 9), (1.0, 1.0), comm, dims=(comm.size, 1)), 1e-3, 3, 1.0)
 
 
 def test_largest_time_step(comm):

@@ -18,7 +18,7 @@ RELAXATION = fit_relaxation(20.0, (3.0, 30.0), mechanisms=2)
 
 
 def model(comm, dims=None, cells=(13, 11), **settings):
-    grid = Grid(cells, (10.0, 12.0), comm, dims)
+    grid = Grid(cells, (10.0, 12.0), comm, dims=dims)
     defaults = {"pml": ((3, 2), (0, 4)), "relaxation": RELAXATION, "source": "force_y"}
     return Elastic(grid, 1.2e-3, 12, 15.0, **{**defaults, **settings})
 

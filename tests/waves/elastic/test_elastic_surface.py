@@ -113,7 +113,7 @@ def test_a_force_on_the_surface_of_a_half_space(comm):
     squared, start = (np.pi * f) ** 2, 1 / f
     force = lambda t: 1e9 * np.exp(-squared * (t - start) ** 2)
     curvature = lambda t: force(t) * (4 * squared**2 * (t - start) ** 2 - 2 * squared)
-    grid = Grid((30, 20, 16), (h, h, h), comm, (comm.size, 1, 1))
+    grid = Grid((30, 20, 16), (h, h, h), comm, dims=(comm.size, 1, 1))
     elastic = Elastic(
         grid, dt, steps, f, pml=10, free_surface="z0", source="force_z", components=("vz",)
     )
@@ -148,7 +148,7 @@ def test_opposite_sides_are_mirror_images(comm, alone, gradients):
     mirror = lambda x: np.stack([x[:, 0], height - x[:, 1]], -1)
 
     def run(on, side):
-        grid = Grid(cells, h, on, (1, on.size))
+        grid = Grid(cells, h, on, dims=(1, on.size))
         pair = (0, 3) if side == "y0" else (3, 0)
         elastic = Elastic(
             grid, 1.5e-3, steps, 15.0, pml=((2, 3), pair), free_surface=side, source="force_y"
@@ -202,7 +202,7 @@ def test_reciprocity_at_the_surface(comm):
     for names in (("x", "y", a, b), ("y", "x", a, b), ("y", "y", a, b)):
         traces = []
         for source, component, s, r in (names, (names[1], names[0], b, a)):
-            grid = Grid(cells, (10.0, 12.0), comm, (comm.size, 1))
+            grid = Grid(cells, (10.0, 12.0), comm, dims=(comm.size, 1))
             elastic = Elastic(
                 grid, 1.5e-3, 60, 15.0, pml=0, free_surface="y0", source=f"force_{source}",
                 components=(f"v{component}",),
@@ -219,7 +219,7 @@ def test_reciprocity_at_the_surface(comm):
 @LONG
 def test_dot_test(comm):
     cells = (12, 8)
-    grid = Grid(cells, (10.0, 12.0), comm, (comm.size, 1))
+    grid = Grid(cells, (10.0, 12.0), comm, dims=(comm.size, 1))
     elastic = Elastic(grid, 1.5e-3, 10, 15.0, pml=2, free_surface="y0", source="force_x")
     survey = Survey(np.array([[[33.0, 0.0]]]), np.array([[[45.0, 5.0], [81.0, 0.0]]]))
     media = [jnp.asarray(x[grid.slices]) for x in random_model(cells)]
@@ -267,14 +267,14 @@ def test_the_largest_time_step_is_stable(comm, side):
 
 
 def test_bad_settings_are_refused(comm):
-    grid = Grid((24, 24), (10.0, 10.0), comm, (1, comm.size))
+    grid = Grid((24, 24), (10.0, 10.0), comm, dims=(1, comm.size))
     for settings, message in (
         ({"free_surface": "z0"}, r"must be one of \('x0', 'x1', 'y0', 'y1'\) or None on 2 axes"),
         ({"free_surface": "x0", "pml": ((3, 4), (4, 4))}, "a layer of 3 cells. Make it 0"),
     ):
         with pytest.raises(ValueError, match=message):
             Elastic(grid, 1e-3, 2, 15.0, **settings)
-    small = Grid((24, 3 * comm.size), (10.0, 10.0), comm, (1, comm.size))
+    small = Grid((24, 3 * comm.size), (10.0, 10.0), comm, dims=(1, comm.size))
     with pytest.raises(ValueError, match="the smallest tile has 3 cells along the axis of the"):
         Elastic(small, 1e-3, 2, 15.0, free_surface="y1")
     assert Elastic(grid, 1e-3, 2, 15.0, pml=4, free_surface="x1").pml == ((4, 0), (4, 4))

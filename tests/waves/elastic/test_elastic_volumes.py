@@ -119,7 +119,7 @@ def test_tiles_with_a_middle_are_one_rank(comm, alone, dims, source):
     wavelets = jnp.asarray(1e10 * draw.normal(size=(1, sources.shape[1], steps)))
 
     def gradient(on, dims):
-        grid = Grid(cells, (10.0, 10.0, 10.0), on, dims)
+        grid = Grid(cells, (10.0, 10.0, 10.0), on, dims=dims)
         settings = {"pml": pml, "source": source, "components": case.COMPONENTS}
         scheme = make_scheme(Elastic(grid, 1e-3, steps, 15.0, **settings), survey)
         tile = scheme.tile
@@ -243,7 +243,7 @@ def test_fields_that_do_not_vary_along_an_axis_are_those_of_two_axes(comm, alone
         ElasticMedium(*map(jnp.asarray, model)), wavelets, Survey(points[:, :1], points), state
     ).gathers
 
-    grid = Grid(cells, (hx, hy, hz), comm, (comm.size, 1, 1))
+    grid = Grid(cells, (hx, hy, hz), comm, dims=(comm.size, 1, 1))
     pml = ((2, 3), (0, 0), (0, 3))
     volume = Elastic(grid, pml=pml, components=("vx", "vz"), backend=backend, **common)
     tile = volume.tile

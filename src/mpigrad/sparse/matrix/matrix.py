@@ -252,6 +252,7 @@ class Matrix:
         cls,
         A: Any,
         comm: Communicator | None = None,
+        *,
         root: int | None = None,
         n_local: int | None = None,
         n_local_columns: int | None = None,

@@ -96,6 +96,7 @@ class Pattern:
         columns: Any,
         n_local: int,
         comm: Communicator | None = None,
+        *,
         n_local_columns: int | None = None,
     ) -> None:
         self.comm = resolve(comm)
@@ -183,6 +184,7 @@ class Pattern:
         columns: Any,
         n_local: int,
         comm: Communicator | None = None,
+        *,
         n_local_columns: int | None = None,
     ) -> Pattern:
         """Make the pattern of entries (rows[k], columns[k]) (collective).
@@ -210,7 +212,7 @@ class Pattern:
         TypeError, ValueError
             On all ranks, if an index is not an integer or out of range, or no rank has any row.
         """
-        return cls(rows, columns, n_local, comm, n_local_columns)
+        return cls(rows, columns, n_local, comm, n_local_columns=n_local_columns)
 
     @classmethod
     def from_csr(
@@ -219,8 +221,8 @@ class Pattern:
         columns: Any,
         n_local: int | None = None,
         comm: Communicator | None = None,
-        n_local_columns: int | None = None,
         *,
+        n_local_columns: int | None = None,
         first_row: int | None = None,
     ) -> Pattern:
         """Make the pattern of compressed sparse rows, consecutive ones on each rank (collective).
@@ -277,7 +279,7 @@ class Pattern:
         offset = comm.mpi.scan(own) - own
         first = offset if first_row is None else first_row
         rows = np.repeat(np.arange(first, first + len(counts)), counts)
-        return cls(rows, columns, own, comm, n_local_columns)
+        return cls(rows, columns, own, comm, n_local_columns=n_local_columns)
 
     @classmethod
     def from_elements(

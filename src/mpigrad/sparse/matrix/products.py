@@ -200,7 +200,11 @@ def _make_sum(a: Pattern, b: Pattern) -> _Union:
         pattern = Pattern.from_stencil(a.stencil.grid, list(offsets))
     else:
         pattern = Pattern.from_coo(
-            rows[first] + a.offset, columns[first], a.n_local, a.comm, a.n_local_columns
+            rows[first] + a.offset,
+            columns[first],
+            a.n_local,
+            a.comm,
+            n_local_columns=a.n_local_columns,
         )
 
     def positions(part: Pattern, places: np.ndarray) -> TrilinearContraction:
@@ -305,7 +309,9 @@ def _make_product(a: Pattern, b: Pattern) -> _Product:
         a.row_starts, position, pool_starts, np.concatenate([b.columns, *columns])
     )
     rows = np.repeat(np.arange(a.n_local) + a.offset, np.diff(starts))
-    pattern = Pattern.from_coo(rows, product_columns, a.n_local, comm, b.n_local_columns)
+    pattern = Pattern.from_coo(
+        rows, product_columns, a.n_local, comm, n_local_columns=b.n_local_columns
+    )
     order = None if a.is_ordered else a.order
     return _Product(
         pattern,
@@ -444,7 +450,7 @@ def _make_transpose(pattern: Pattern) -> _Transposition:
         source[place], far[place] = number, row
     near = np.repeat(np.arange(n) + pattern.column_offset, sizes)
     if pattern.stencil is None:
-        result = Pattern.from_coo(near, far, n, comm, pattern.n_local)
+        result = Pattern.from_coo(near, far, n, comm, n_local_columns=pattern.n_local)
     else:  # a stencil seen from the other cell, for the solvers of grids
         offsets = [tuple(-step for step in offset) for offset in pattern.stencil.offsets]
         result = Pattern.from_stencil(pattern.stencil.grid, offsets)

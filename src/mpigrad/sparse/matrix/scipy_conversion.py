@@ -65,7 +65,9 @@ def distribute(
             f"add up to {owned}. Give n_local_columns on all ranks, or leave it out on all."
         )
     raise_error(comm, error)
-    pattern = Pattern.from_coo(local_rows + offset, columns, rows, comm, n_local_columns)
+    pattern = Pattern.from_coo(
+        local_rows + offset, columns, rows, comm, n_local_columns=n_local_columns
+    )
     return pattern, as_array(block.data)
 
 
