@@ -250,7 +250,7 @@ def main() -> None:
     parser.add_argument("step", choices=["stream", *STEPS, "deepwave"])
     parser.add_argument("--small", action="store_true", help="a trial of the program")
     parser.add_argument("--rounds", type=int, help="default: 3, and 1 with --small")
-    parser.add_argument("--method", choices=["xla", "native"], help="of waves, on a CPU")
+    parser.add_argument("--backend", choices=["xla", "native"], help="of waves, on a CPU")
     parser.add_argument("--lower", action="store_true", help="for CUDA, and run nothing")
     o = parser.parse_args()
     o.rounds = o.rounds or (1 if o.small else 3)
@@ -269,8 +269,8 @@ def main() -> None:
         stream(sizes["stream"], o.rounds)
         return
     # The CPU's own kernels stand for the CPU, and XLA's program for the device.
-    method = o.method or ("native" if on_cpu and not o.small and not o.lower else "xla")
-    cases = STEPS[o.step](sizes[o.step], method)
+    backend = o.backend or ("native" if on_cpu and not o.small and not o.lower else "xla")
+    cases = STEPS[o.step](sizes[o.step], backend)
     if o.lower:
         lower(o.step, cases)
     else:

@@ -160,7 +160,7 @@ def wave_cells(n: int, axes: int) -> tuple[tuple[int, ...], list[tuple[int, ...]
     return source, [(i, *source[1:-1], source[-1] - 4) for i in line]
 
 
-def waves(n: int, axes: int, steps: tuple[int, int], method: str, physics: str) -> Iterator[Case]:
+def waves(n: int, axes: int, steps: tuple[int, int], backend: str, physics: str) -> Iterator[Case]:
     """A forward run, and a value with its gradient in all cells."""
     import jax.numpy as jnp
 
@@ -183,7 +183,7 @@ def waves(n: int, axes: int, steps: tuple[int, int], method: str, physics: str) 
         return ((*lame(vp, vp / np.float32(1.7), density), density),)
 
     def loss_of(count: int) -> Callable[[Any], Any]:
-        common: dict[str, Any] = {"dt": DT, "steps": count, "pml": PML[axes], "backend": method}
+        common: dict[str, Any] = {"dt": DT, "steps": count, "pml": PML[axes], "backend": backend}
         if acoustic:
             model: Any = Acoustic(grid, order=4, max_velocity=FASTEST, **common)
             height = 1e3
@@ -206,7 +206,7 @@ def waves(n: int, axes: int, steps: tuple[int, int], method: str, physics: str) 
     step_bytes = 4 * FLOAT32 if acoustic else 21 * FLOAT32
     # And for a gradient: a stored field, the adjoint step that reads it, the sum into the gradient.
     gradient_bytes = 12 * FLOAT32 if acoustic else 21 * 3 * FLOAT32
-    name = f"{n}^{axes}" if method == "xla" else f"{n}^{axes} {method}"
+    name = f"{n}^{axes}" if backend == "xla" else f"{n}^{axes} {backend}"
     cells = n**axes
     yield program_case(
         f"{name} forward", cells * forward, "cell-steps", step_bytes, loss_of(forward), arrays,
@@ -219,19 +219,19 @@ def waves(n: int, axes: int, steps: tuple[int, int], method: str, physics: str) 
     )  # fmt: skip
 
 
-def acoustic(size: Any, method: str) -> Iterator[Case]:
+def acoustic(size: Any, backend: str) -> Iterator[Case]:
     """Acoustic waves on three axes and on two."""
     for axes, (n, *steps) in ((3, size["volume"]), (2, size["plane"])):
-        yield from waves(n, axes, tuple(steps), method, "acoustic")
+        yield from waves(n, axes, tuple(steps), backend, "acoustic")
 
 
-def elastic(size: Any, method: str) -> Iterator[Case]:
+def elastic(size: Any, backend: str) -> Iterator[Case]:
     """Elastic waves on three axes."""
     n, *steps = size
-    yield from waves(n, 3, tuple(steps), method, "elastic")
+    yield from waves(n, 3, tuple(steps), backend, "elastic")
 
 
-def fem(size: Any, method: str) -> Iterator[Case]:
+def fem(size: Any, backend: str) -> Iterator[Case]:
     """The Jacobian of P1 tetrahedra, and the gradient through it."""
     import jax.numpy as jnp
 
@@ -266,7 +266,7 @@ def fem(size: Any, method: str) -> Iterator[Case]:
     )  # fmt: skip
 
 
-def fft(size: Any, method: str) -> Iterator[Case]:
+def fft(size: Any, backend: str) -> Iterator[Case]:
     """A real transform and its inverse, the gradient through a filter, and jnp.fft's transform."""
     import jax.numpy as jnp
 
@@ -306,7 +306,7 @@ def fft(size: Any, method: str) -> Iterator[Case]:
     )  # fmt: skip
 
 
-def lbfgs(size: Any, method: str) -> Iterator[Case]:
+def lbfgs(size: Any, backend: str) -> Iterator[Case]:
     """Iterations of L-BFGS on a cheap function of many unknowns, its evaluations included."""
     import jax
     import jax.numpy as jnp
@@ -356,7 +356,7 @@ def lbfgs(size: Any, method: str) -> Iterator[Case]:
     )  # fmt: skip
 
 
-def krylov(size: Any, method: str) -> Iterator[Case]:
+def krylov(size: Any, backend: str) -> Iterator[Case]:
     """A count of steps of conjugate gradients with Jacobi's preconditioner, and the gradient."""
     import jax.numpy as jnp
 

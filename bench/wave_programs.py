@@ -97,9 +97,9 @@ def mpigrad_calls(o: argparse.Namespace) -> tuple[Calls, Callable[[str], None]]:
         """(model parameters of a P velocity, misfit of them and data) on a grid of `comm`."""
         grid = Grid(shape, (SPACING,) * axes, comm, dims=(comm.size, *(1,) * (axes - 1)))
         common: dict[str, Any] = {"dt": DT, "steps": steps, "pml": pml}
-        if o.method:
-            common["backend"] = o.method
-        if o.method != "xla":
+        if o.backend:
+            common["backend"] = o.backend
+        if o.backend != "xla":
             common["threads"] = o.threads
         height = 1.0 if o.physics == "acoustic" else FORCE * SPACING**axes
         wavelets = height * jnp.asarray(ricker(steps))[None, None]
@@ -360,7 +360,7 @@ def main() -> None:
     parser.add_argument("--cells", type=int, nargs="+", required=True)
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--method", choices=["native", "xla"])
+    parser.add_argument("--backend", choices=["native", "xla"])
     parser.add_argument("--apart", action="store_true")
     serve(parser.parse_args())
 

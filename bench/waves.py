@@ -102,7 +102,7 @@ class Entrant:
     ranks: int = 1
     threads: int = 1
     path: str = ""  # where mpigrad is imported from, if not from here
-    method: str = ""  # of mpigrad's waves, if not the default
+    backend: str = ""  # of mpigrad's waves, if not the default
 
 
 class Program:
@@ -166,8 +166,8 @@ class Bench:
                 print(f"  without {entrant.name}: no --peer-python", flush=True)
                 continue
             words = ["--physics", physics, "--cells", *map(str, cells), *more]
-            method = entrant.method or o.method
-            words += ["--method", method] if method and entrant.library == "mpigrad" else []
+            backend = entrant.backend or o.backend
+            words += ["--backend", backend] if backend and entrant.library == "mpigrad" else []
             try:
                 found[entrant.name] = Program(entrant, python, words)
             except Missing as why:
@@ -253,7 +253,7 @@ def physics_part(
     for library in peers:
         entrants += [Entrant(library, library), Entrant(f"{library} 2 threads", library, 1, 2)]
     if title == "elastic3d":
-        entrants.append(Entrant("mpigrad 1 rank xla", "mpigrad", method="xla"))
+        entrants.append(Entrant("mpigrad 1 rank xla", "mpigrad", backend="xla"))
     if bench.options.before:
         before = {"library": "mpigrad", "path": bench.options.before}
         entrants += [Entrant("mpigrad 1 rank before", **before)]
@@ -440,7 +440,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--stream", type=float, default=768, help="10^6 bytes of STREAM's arrays")
-    parser.add_argument("--method", choices=["native", "xla"], help="of mpigrad's waves")
+    parser.add_argument("--backend", choices=["native", "xla"], help="of mpigrad's waves")
     parser.add_argument("--before", help="src of another checkout, whose mpigrad is measured too")
     parser.add_argument("--output", type=pathlib.Path, default=HERE / "results" / "waves.json")
     options = parser.parse_args()
