@@ -88,16 +88,16 @@ def solve(A: Tridiagonal, b: jax.Array, comm: mg.Communicator | None = None) -> 
     Raises
     ------
     ValueError
-        On all ranks: if a rank has fewer than two rows, or arrays of different shapes.
+        On all ranks: if a rank has fewer than two rows, or arrays of other dtypes or shapes.
     """
     comm = mg.default_communicator() if comm is None else comm
     with raise_on_all_ranks(comm):
-        shapes = [x.shape for x in (*A, b)]
-        if len(set(shapes)) > 1 or b.ndim != 1 or len(b) < 2:
+        shapes = [f"{x.dtype}{list(x.shape)}" for x in (*A, b)]
+        if len(set(shapes)) > 1 or b.ndim != 1 or len(b) < 2 or b.dtype.kind != "f":
             raise ValueError(
                 f"tridiagonal.solve at {describe(call_site())}: expected the diagonals and b as "
-                f"arrays of one shape (n,) with n >= 2, got {shapes} on rank {comm.rank}. Use "
-                "fewer ranks or more rows."
+                f"arrays of one dtype, float32 or float64, and one shape (n,) with n >= 2, got "
+                f"{', '.join(shapes)} on rank {comm.rank}. Use fewer ranks or more rows."
             )
     return implicit_solve(
         lambda A, b: _solve(A, b, comm),

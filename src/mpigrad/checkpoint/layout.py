@@ -149,6 +149,10 @@ def leaf_to_bytes(leaf: Any) -> NDArray[np.uint8]:
     >>> leaf_from_bytes(leaf_to_bytes(jnp.arange(3.0)), like=jnp.zeros(3))
     Array([0., 1., 2.], dtype=float32)
     """
+    if is_number(kind_of(leaf)):
+        raise TypeError(
+            f"leaf_to_bytes: expected an array or random keys, got {leaf!r}. Use numpy.asarray."
+        )
     return to_host(leaf).reshape(-1).view(np.uint8)
 
 
@@ -163,7 +167,13 @@ def leaf_from_bytes(data: NDArray[np.uint8], like: Any) -> Any:
     >>> bool((leaf_from_bytes(leaf_to_bytes(keys), like=keys) == keys).all())
     True
     """
-    return to_leaf(data.view(dtype_of(kind_of(like))).reshape(local_shape(like)), like)
+    dtype, shape = dtype_of(kind_of(like)), local_shape(like)
+    if data.size != dtype.itemsize * math.prod(shape):
+        raise ValueError(
+            f"leaf_from_bytes: expected {dtype.itemsize * math.prod(shape)} bytes for "
+            f"{dtype}{list(shape)}, got {data.size}. Give the `like` of the leaf that was written."
+        )
+    return to_leaf(data.view(dtype).reshape(shape), like)
 
 
 # ---- The layout of a tree: the part of each array that a rank holds ----

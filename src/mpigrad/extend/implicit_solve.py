@@ -41,12 +41,15 @@ def implicit_solve(
         (operands, x) -> A x, a JAX program that is linear in x and differentiable in the operands.
         It may exchange messages.
     operands
-        Pytree of arrays: what A is made of on this rank.
+        Pytree of arrays: what A is made of on this rank. It has every value that may be
+        differentiated, because the functions are called later and must not close over such values.
     b
-        This rank's part of the right-hand side: an array, or a pytree of arrays.
+        This rank's part of the right-hand side: an array, or a pytree of arrays, floating-point or
+        complex.
     transposed
-        Maps the operands of A to those of its transpose, so that `solve` and `product` take them.
-        It may exchange messages. Default: A is symmetric.
+        Maps the operands of A to those of its transpose (without a conjugate), so that `solve` and
+        `product` take them. It may exchange messages. Default: A is symmetric. A complex Hermitian
+        matrix is not. If it is forgotten, gradients are wrong: check them by `mpigrad.taylor_test`.
 
     Returns
     -------
@@ -54,8 +57,14 @@ def implicit_solve(
 
     Raises
     ------
-    ValueError
-        If `solve` or `product` returns other shapes or dtypes than those of `b`.
+    TypeError, ValueError
+        If `b` is not floating-point or complex, if `solve` or `product` returns another structure,
+        shape or dtype than that of `b`, or `transposed` than that of `operands`.
+
+    Notes
+    -----
+    The functions may be new in each call, so each call outside of `jit` compiles again. Compile the
+    program that calls it.
 
     Examples
     --------
@@ -71,9 +80,22 @@ def implicit_solve(
     """
     leaves, structure = jax.tree.flatten(operands)
     sides, like = jax.tree.flatten(b)
+    site = call_site()
+    sides = [as_array(x) for x in sides]
+    for x in sides:
+        if not jnp.issubdtype(x.dtype, jnp.inexact):
+            raise TypeError(
+                f"implicit_solve, {describe(site)}: b must be floating-point or complex, got "
+                f"{x.dtype}. Convert it."
+            )
+    if transposed is not None and not callable(transposed):
+        raise TypeError(
+            f"implicit_solve, {describe(site)}: expected transposed to be a function of the "
+            f"operands, got {transposed!r}. Leave it out if the matrix is symmetric."
+        )
     method = _Method(solve, product, transposed, structure, like)
     operands = [as_array(x) for x in (*leaves, *sides)]
-    x = solve_p.bind(*operands, carrier(), method=method, site=call_site())
+    x = solve_p.bind(*operands, carrier(), method=method, site=site)
     return jax.tree.unflatten(like, x)
 
 
@@ -92,29 +114,38 @@ class _Method:
         return self.structure.num_leaves
 
     def solve(self, operands: Sequence[Any], b: Sequence[Any], site: int) -> list[Any]:
-        return self._checked("solve", self.user_solve, operands, b, site)
+        return self._call("solve", self.user_solve, operands, b, site)
 
     def product(self, operands: Sequence[Any], x: Sequence[Any], site: int) -> list[Any]:
-        return self._checked("product", self.user_product, operands, x, site)
+        return self._call("product", self.user_product, operands, x, site)
 
-    def transposed(self, operands: Sequence[Any]) -> list[Any]:
+    def transposed(self, operands: Sequence[Any], site: int) -> list[Any]:
         if self.user_transposed is None:
             return list(operands)
         result = self.user_transposed(jax.tree.unflatten(self.structure, operands))
-        return [as_array(x) for x in jax.tree.leaves(result)]
+        return _checked("transposed", result, self.structure, operands, "the operands", site)
 
-    def _checked(
+    def _call(
         self, name: str, f: Any, operands: Sequence[Any], v: Sequence[Any], site: int
     ) -> list[Any]:
         result = f(jax.tree.unflatten(self.structure, operands), jax.tree.unflatten(self.like, v))
-        arrays = [jnp.asarray(x) for x in jax.tree.leaves(result)]
-        found, expected = ([f"{x.dtype}{list(x.shape)}" for x in xs] for xs in (arrays, v))
-        if found != expected:
-            raise ValueError(
-                f"implicit_solve, {describe(site)}: expected that {name} returns arrays like b, "
-                f"{', '.join(expected)}, got {', '.join(found)}. Return the same structure."
-            )
-        return arrays
+        return _checked(name, result, self.like, v, "b", site)
+
+
+def _checked(
+    name: str, result: Any, structure: Any, like: Sequence[Any], what: str, site: int
+) -> list[Any]:
+    """Return the leaves of what a function of the user has returned, or raise an error."""
+    leaves, found = jax.tree.flatten(result)
+    arrays = [jnp.asarray(x) for x in leaves]
+    types = [[f"{x.dtype}{list(x.shape)}" for x in xs] for xs in (like, arrays)]
+    if found != structure or types[0] != types[1]:
+        expected, got = jax.tree.unflatten(structure, types[0]), jax.tree.unflatten(found, types[1])
+        raise ValueError(
+            f"implicit_solve, {describe(site)}: {name} must return a tree like {what}, {expected}, "
+            f"got {got}. Return the same structure, shapes and dtypes."
+        )
+    return arrays
 
 
 # ---- the primitive: (operands..., b..., carrier) -> x... ----
@@ -174,7 +205,7 @@ def _transpose(
     method: _Method = params["method"]
     n, a = method.n_operands, values[-1]
     with set_carrier(a), at_call_site(params["site"]):
-        operands = method.transposed(values[:n])
+        operands = method.transposed(values[:n], params["site"])
     back = solve_p.bind(*operands, *cotangents, a, **params)
     return [*[None] * n, *back, None]
 

@@ -345,6 +345,9 @@ def write_vtu(
     comm = resolve(comm)
     path = check_path(function, path, comm, ".pvtu")
     points, cells = np.asarray(points), np.asarray(cells)
+    with raise_on_all_ranks(comm):
+        _check_cells(function, comm, points, cells, cell_type)
+    assert_same_on_all_ranks(comm, cell_type, f"{function}: cell_type")
     at_points = _check_rows(function, comm, point_fields or {}, len(points), "point")
     at_cells = _check_rows(function, comm, cell_fields or {}, len(cells), "cell")
     n_cells, width = cells.shape
@@ -371,6 +374,43 @@ def write_vtu(
         ),
         directory="vtu-pieces",
     )
+
+
+# The nodes of VTK's cells with a fixed number of them, by type.
+_NODES = {
+    **{1: 1, 3: 2, 5: 3, 8: 4, 9: 4, 10: 4, 11: 8, 12: 8, 13: 6, 14: 5},
+    **{21: 3, 22: 6, 23: 8, 24: 10, 25: 20, 26: 15, 27: 13, 28: 9, 29: 27},
+}
+
+
+def _check_cells(function: str, comm: Communicator, points: Any, cells: Any, kind: Any) -> None:
+    where = f"on rank {comm.rank}"
+    if points.ndim != 2 or not 1 <= points.shape[1] <= 3 or points.dtype.kind not in "iuf":
+        raise ValueError(
+            f"{function}: expected points as real numbers of shape (n_points, dim) with dim 1 to "
+            f"3, got {points.dtype}{list(points.shape)} {where}. Give one row for each point."
+        )
+    if cells.ndim != 2 or (cells.size and cells.dtype.kind not in "iu"):
+        raise ValueError(
+            f"{function}: expected cells as integers of shape (n_cells, n_nodes), got "
+            f"{cells.dtype}{list(cells.shape)} {where}. Give the nodes of one cell in each row."
+        )
+    if cells.size and not 0 <= cells.min() <= cells.max() < len(points):
+        raise ValueError(
+            f"{function}: cells must have nodes from 0 to {len(points) - 1}, the rows of points, "
+            f"got {cells.min()} to {cells.max()} {where}. Count from this rank's first point."
+        )
+    if isinstance(kind, bool) or not isinstance(kind, int | np.integer) or not 0 < kind < 256:
+        raise ValueError(
+            f"{function}: cell_type must be VTK's number of a type, 1 to 255, got {kind!r}. For "
+            "triangles give 5."
+        )
+    nodes = _NODES.get(int(kind), cells.shape[1])
+    if cells.shape[1] != nodes:
+        raise ValueError(
+            f"{function}: cells of VTK's type {kind} have {nodes} nodes, got {cells.shape[1]} "
+            f"{where}. Give the type of these cells."
+        )
 
 
 def _check_rows(

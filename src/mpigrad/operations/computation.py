@@ -57,7 +57,7 @@ class NativeCall:
 
 @dataclass(frozen=True)
 class Activity:
-    """What a derivative will be used for.
+    """The use of a derivative, on which its residuals depend.
 
     Attributes
     ----------

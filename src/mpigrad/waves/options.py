@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from typing import Any, Literal
 
 import jax
+import numpy as np
 
 __all__ = ["AXES", "PROGRAMS", "Storage", "check_options", "is_native", "runs_native"]
 
@@ -20,7 +21,7 @@ _PRECISIONS = {None: 0, "bfloat16": 1, "float16": 2}  # Precision in native/wave
 
 @dataclasses.dataclass(frozen=True)
 class Storage:
-    """What a run stores for its gradient, and how: the `storage` of an `Acoustic` or `Elastic`.
+    """The storage of a run for its gradient, in an `Acoustic` or `Elastic`.
 
     Parameters
     ----------
@@ -73,6 +74,8 @@ class Storage:
     directory: str | os.PathLike[str] | None = None
 
     def __post_init__(self) -> None:
+        if isinstance(self.keep, np.integer):
+            object.__setattr__(self, "keep", int(self.keep))
         keep = self.keep
         counted = isinstance(keep, int) and not isinstance(keep, bool) and keep > 0
         if not (counted or keep in (None, "all", "boundary")):
@@ -84,8 +87,14 @@ class Storage:
             raise ValueError(
                 f'Storage: precision must be "bfloat16", "float16" or None, got {self.precision!r}.'
             )
-        if self.memory is not None and self.memory < 0:
-            raise ValueError(f"Storage: memory must be at least 0 bytes, got {self.memory}.")
+        memory = self.memory
+        if memory is not None and (
+            isinstance(memory, bool) or not isinstance(memory, int | np.integer) or memory < 0
+        ):
+            raise ValueError(
+                f"Storage: memory must be an integer of at least 0 bytes, got {memory!r}. Write "
+                "3_000_000_000, for instance."
+            )
         if self.directory is not None:
             if self.memory is not None:
                 raise ValueError(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 import operator
 from collections.abc import Sequence
 from typing import Any
@@ -225,6 +226,11 @@ class Selection:
     positions
         Positions in the result of `ghosts.local_and_ghost`, shape (m,), repeated or not.
 
+    Raises
+    ------
+    TypeError, ValueError
+        On this rank: if the positions are not integers with one axis, or are out of range.
+
     Examples
     --------
     >>> import jax.numpy as jnp
@@ -239,8 +245,18 @@ class Selection:
 
     def __init__(self, ghosts: GhostExchange, positions: Any) -> None:
         self.ghosts = ghosts
-        n = ghosts.n_local + len(ghosts.ghosts)
-        self._map = TrilinearContraction.selection(np.asarray(positions), n)
+        places, n = np.asarray(positions), ghosts.n_local + len(ghosts.ghosts)
+        if places.ndim != 1 or places.dtype.kind not in "iu":
+            raise TypeError(
+                "Selection: expected positions as an array of integers with one axis, got "
+                f"{places.dtype}{list(places.shape)} on rank {ghosts.comm.rank}. Flatten them."
+            )
+        if len(places) and not 0 <= places.min() <= places.max() < n:
+            raise ValueError(
+                f"Selection: positions must lie in 0 to {n - 1}, the own and ghost entries of rank "
+                f"{ghosts.comm.rank}, got {places.min()} to {places.max()}. Use ghosts.position."
+            )
+        self._map = TrilinearContraction.selection(places, n)
 
     def __call__(self, x: Any, lead: tuple[int, ...] | None = None) -> jax.Array:
         """Return the entries of own values `x`, shape (n_local, ...) (collective).
@@ -264,6 +280,14 @@ class Selection:
         tail
             The last axes of the result. Default: those of `values`.
         """
+        values, n = as_array(values), self._map.sizes[-1]
+        rest = values.shape[1:] if tail is None else tail
+        if values.size != n * math.prod(rest):
+            raise ValueError(
+                f"Selection.add_up: expected {n} values of shape {rest} on rank "
+                f"{self.ghosts.comm.rank}, got an array of shape {values.shape}. Give one for each "
+                "position."
+            )
         return self.ghosts.accumulate(add_up(self._map, values, tail))
 
 

@@ -74,18 +74,37 @@ class NullSpace:
     project: bool = False
 
     def remove_from(self, x: jax.Array, comm: Communicator | None = None) -> jax.Array:
-        """Return an array without its part along `vectors`, arrays of the same shape (collective).
+        """Return an array without its part along `vectors` (collective).
 
         Parameters
         ----------
         x
-            This rank's part of a vector.
+            This rank's part of a vector, floating-point or complex. The vectors have its shape.
         comm
             The communicator. Default: the communicator of the enclosing `with`, or all ranks.
+
+        Raises
+        ------
+        TypeError, ValueError
+            On this rank: if `x` has another dtype, or a vector another shape.
         """
-        flat = [as_array(v).reshape(-1) for v in self.vectors]
-        comm = resolve(comm)
-        basis = _orthonormal(jnp.stack(flat).astype(x.dtype), comm)
+        comm, x = resolve(comm), as_array(x)
+        if not jnp.issubdtype(x.dtype, jnp.inexact):
+            raise TypeError(
+                f"NullSpace.remove_from: x must be floating-point or complex, got {x.dtype}. "
+                "Convert it."
+            )
+
+        def flat(v: Any) -> jax.Array:
+            if jnp.shape(v) != x.shape:
+                raise ValueError(
+                    f"NullSpace.remove_from: a null vector has shape {jnp.shape(v)}, but x has "
+                    f"shape {x.shape} on rank {comm.rank}. Give vectors of its shape."
+                )
+            return as_array(v).reshape(-1)
+
+        vectors = _vectors(self.vectors, flat, x.size, x.dtype)
+        basis = _orthonormal(vectors, comm)
         return projected(basis[None], x.reshape(1, -1), comm).reshape(x.shape)
 
 

@@ -180,8 +180,9 @@ class Acoustic:
             On all ranks: if a velocity or density is not positive and finite, the shape or dtype
             of a density is not that of the velocity, or only some ranks give a density.
         """
-        comm, (velocity, density) = self.grid.comm, _as_medium(medium)
+        comm = self.grid.comm
         with raise_on_all_ranks(comm):
+            velocity, density = _as_medium("Acoustic.largest_time_step", medium)
             _check_values("velocities", np.asarray(velocity))
         _check_presence("Acoustic.largest_time_step", density, comm)
         if density is None:
@@ -266,8 +267,9 @@ class Acoustic:
         >>> slope.velocity.shape, slope.density.shape
         ((40, 30), (40, 30))
         """
-        velocity, density = _as_medium(medium)
-        velocity, wavelets = as_array(velocity), as_array(wavelets)
+        with raise_on_all_ranks(self.grid.comm):
+            velocity, density = _as_medium("Acoustic.propagate", medium)
+            velocity, wavelets = as_array(velocity), as_array(wavelets)
         _check_presence("Acoustic.propagate", density, self.grid.comm)
         rho = None if density is None else as_array(density)
         with raise_on_all_ranks(self.grid.comm):
@@ -284,12 +286,14 @@ class Acoustic:
                 rest = jax.eval_shape(lambda: at_rest(scheme.tile, survey.n_shots, velocity.dtype))
                 arguments.check_state(name, scheme.tile, state, rest)
         run = scheme.fingerprint
-        assert_same_run(name, scheme.settings, run, velocity.dtype, self.grid.comm)
+        native = runs_native(self, density=rho is not None)
+        settings = scheme.settings | {"backend": "native" if native else "xla"}
+        assert_same_run(name, settings, run, velocity.dtype, self.grid.comm)
         fastest = jnp.max(jax.lax.stop_gradient(velocity))
         arguments.warn_of_units(self, scheme.limit / fastest, fastest)
         shape = (survey.n_shots, survey.n_sources, self.steps)
         amplitudes = jnp.broadcast_to(wavelets.astype(velocity.dtype), shape)
-        if runs_native(self, density=rho is not None):
+        if native:
             share, last = propagate(scheme.native, [velocity], amplitudes, state)
             last = State(*last)
         else:
@@ -345,8 +349,15 @@ def _require_stable(scheme: Scheme, velocity: jax.Array, buoyancy: Buoyancy | No
     )
 
 
-def _as_medium(medium: Any) -> AcousticMedium:
-    return medium if isinstance(medium, AcousticMedium) else AcousticMedium(medium)
+def _as_medium(name: str, medium: Any) -> AcousticMedium:
+    if not isinstance(medium, AcousticMedium):
+        medium = AcousticMedium(medium)
+    if not hasattr(medium.velocity, "dtype"):
+        raise TypeError(
+            f"{name}: the medium must be a velocity (an array) or an AcousticMedium, got "
+            f"{type(medium.velocity).__name__}. Write AcousticMedium(velocity, density)."
+        )
+    return medium
 
 
 def _check_presence(name: str, density: Any, comm: Communicator) -> None:

@@ -216,8 +216,9 @@ class Elastic:
             On all ranks: if a density or lambda + mu (lambda + 2/3 mu on three axes) is not
             positive, mu is negative, a value is not finite, or a quality factor is too small.
         """
-        name, (lam, mu, rho, qp, qs) = "Elastic.largest_time_step", _as_medium(medium)
+        name = "Elastic.largest_time_step"
         with raise_on_all_ranks(self.grid.comm):
+            lam, mu, rho, qp, qs = _as_medium(name, medium)
             self._check_factors(name, lam, qp, qs)
         if self.relaxation is not None:
             factors = np.array([smallest(qp), smallest(qs)])
@@ -275,10 +276,10 @@ class Elastic:
             stable (the text gives the largest stable one), or if a quality factor is NaN or too
             small.
         """
-        lam, mu, rho, qp, qs = _as_medium(medium)
-        wavelets = as_array(wavelets)
+        name = "Elastic.propagate"
         with raise_on_all_ranks(self.grid.comm):
-            name = "Elastic.propagate"
+            lam, mu, rho, qp, qs = _as_medium(name, medium)
+            wavelets = as_array(wavelets)
             arguments.check_gathers(name, gathers)
             arguments.check_tiles(name, self.grid, {"lam": lam, "mu": mu, "rho": rho})
             self._check_factors(name, lam, qp, qs)
@@ -286,7 +287,11 @@ class Elastic:
             scheme = make_scheme(self, survey)
             if state is not None:
                 _check_state(name, scheme, state, lam.dtype)
-        assert_same_run(name, scheme.settings, scheme.fingerprint, lam.dtype, self.grid.comm)
+        settings = scheme.settings | {
+            "backend": "native" if runs_native(self) else "xla",
+            "quality factors of the medium": [q is not None for q in (qp, qs)],
+        }
+        assert_same_run(name, settings, scheme.fingerprint, lam.dtype, self.grid.comm)
         if self.relaxation is not None:
             require_factors(self.relaxation, qp, qs, self.grid.comm)
         both = moduli(self.relaxation, self._reference, Lame(lam, mu), qp, qs)
@@ -336,12 +341,18 @@ def _at_rest(scheme: Scheme, dtype: Any) -> State | VolumeState | AnelasticState
     )
 
 
-def _as_medium(medium: Any) -> ElasticMedium:
+def _as_medium(name: str, medium: Any) -> ElasticMedium:
     if isinstance(medium, ElasticMedium):
+        if not all(hasattr(x, "dtype") for x in medium[:3]):
+            kinds = ", ".join(type(x).__name__ for x in medium[:3])
+            raise TypeError(
+                f"{name}: lam, mu and rho of the medium must be arrays, got {kinds}. Give this "
+                "rank's tiles."
+            )
         loss = (None if q is None else as_array(q) for q in (medium.qp, medium.qs))
         return ElasticMedium(*map(as_array, medium[:3]), *loss)
     raise TypeError(
-        f"Elastic: the medium must be an ElasticMedium, got {type(medium).__name__}. Write "
+        f"{name}: the medium must be an ElasticMedium, got {type(medium).__name__}. Write "
         "ElasticMedium(lam, mu, rho) or ElasticMedium.from_velocities(vp, vs, rho)."
     )
 
