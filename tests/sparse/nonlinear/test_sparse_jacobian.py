@@ -74,8 +74,8 @@ def test_colours_are_those_of_one_rank(comm, columns):
         first = sum(rows[: comm.rank])
         i, j = np.nonzero(dense[first : first + rows[comm.rank]])
         shuffled = np.random.default_rng(1).permutation(len(i))
-        own = rows[comm.rank], comm, wide[comm.rank]
-        return Pattern.from_coo(i[shuffled] + first, j[shuffled], *own)
+        indices, width = (i[shuffled] + first, j[shuffled]), wide[comm.rank]
+        return Pattern.from_coo(*indices, rows[comm.rank], comm, n_local_columns=width)
 
     mine = colouring(pattern(rows, wide, comm))
     everyone = np.concatenate(comm.mpi.allgather(mine.columns))
