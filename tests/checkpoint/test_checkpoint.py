@@ -19,7 +19,14 @@ import numpy as np
 import pytest
 from mpi4py import MPI
 
-from mpigrad.checkpoint import Checkpoint, Store, Stripes, manifest
+from mpigrad.checkpoint import (
+    Checkpoint,
+    Store,
+    Stripes,
+    leaf_from_bytes,
+    leaf_to_bytes,
+    manifest,
+)
 from mpigrad.communicator import Communicator
 from mpigrad.grid import Grid
 from mpigrad.optimize import minimize
@@ -516,3 +523,11 @@ def test_an_earlier_run_is_neither_continued_nor_replaced_unasked(comm, director
         Store(directory, comm, resume=True, overwrite=True)
     with pytest.raises(ValueError, match="expected resume or overwrite, got both"):
         Checkpoint(directory, resume=True, overwrite=True)
+
+
+@pytest.mark.ranks(1)
+def test_bytes_of_leaves_that_do_not_fit():
+    with pytest.raises(TypeError, match="leaf_to_bytes: expected an array or random keys, got 3"):
+        leaf_to_bytes(3.5)
+    with pytest.raises(ValueError, match=r"leaf_from_bytes: expected 24 bytes for float64.*got 16"):
+        leaf_from_bytes(leaf_to_bytes(np.zeros(2)), like=np.zeros(3))

@@ -142,3 +142,33 @@ def test_index_of_times(comm, directory):
         mg.io.write_pvd(directory / "v.pvd", wrong[1], comm)
     comm.mpi.Barrier()
     assert not (directory / "v.pvd").exists()
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"cells": [[0, 1, 5]]}, "cells must have nodes from 0 to 2, .* got 0 to 5"),
+        ({"cells": [[0, 1, -1]]}, "cells must have nodes from 0 to 2"),
+        ({"cells": [[0, 1]]}, "cells of VTK's type 5 have 3 nodes, got 2"),
+        ({"cells": [[0.0, 1.0, 2.0]]}, "expected cells as integers"),
+        ({"cells": [0, 1, 2]}, "expected cells as integers of shape"),
+        ({"points": np.zeros(3)}, "expected points as real numbers of shape"),
+        ({"cell_type": 999}, "cell_type must be VTK's number of a type, 1 to 255, got 999"),
+        ({"cell_type": "triangle"}, "cell_type must be VTK's number of a type"),
+    ],
+)
+def test_cells_that_do_not_fit_are_an_error_on_all_ranks(directory, comm, changed, message):
+    """One rank alone has them, and nothing is written."""
+    good = {"points": np.eye(3), "cells": [[0, 1, 2]], "cell_type": 5}
+    bad = {**good, **changed} if comm.rank == comm.size - 1 else good
+    with pytest.raises(ValueError, match=f"write_vtu: {message}"):
+        mg.io.write_vtu(directory / "u.pvtu", **bad, comm=comm)
+    comm.mpi.barrier()
+    assert not list(directory.iterdir())
+
+
+@pytest.mark.ranks(2)
+def test_types_of_cells_differ_between_ranks(directory, comm):
+    cells = np.arange(3)[None]
+    with pytest.raises(ValueError, match="write_vtu: cell_type must be the same on all ranks"):
+        mg.io.write_vtu(directory / "u.pvtu", np.eye(3), cells, (5, 7)[comm.rank], comm=comm)

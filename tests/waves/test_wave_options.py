@@ -2,16 +2,26 @@
 
 from __future__ import annotations
 
+import inspect
 import itertools
 import pathlib
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from mpigrad.communicator import Communicator
 from mpigrad.grid import Grid
-from mpigrad.waves import Acoustic, AcousticMedium, Elastic, Storage, Survey, fit_relaxation
+from mpigrad.waves import (
+    Acoustic,
+    AcousticMedium,
+    Elastic,
+    ElasticMedium,
+    Storage,
+    Survey,
+    fit_relaxation,
+)
 from mpigrad.waves.options import AXES, PROGRAMS, check_options, runs_native
 
 PAGE = pathlib.Path(__file__).parents[2] / "docs" / "acoustic.md"
@@ -143,3 +153,44 @@ def test_the_page_has_the_tables() -> None:
     ]
     heads = [f"`{name}=`" for name in names]
     assert markdown(("", *heads), rows) in PAGE.read_text(), markdown(("", *heads), rows)
+
+
+@pytest.mark.ranks(1, 2, 3, 4)
+def test_wrong_media_are_an_error_on_all_ranks(comm: Communicator) -> None:
+    """One rank alone has them. (Types are checked in tests, so the annotations are taken away.)"""
+    last = comm.rank == comm.size - 1
+    acoustic, elastic = model(comm, "Acoustic", 2), model(comm, "Elastic", 2)
+    tile = np.full(acoustic.grid.local_shape, 2000.0)
+    point, wavelets = Survey(np.full((1, 1, 2), 55.0), np.full((1, 1, 2), 55.0)), np.ones((1, 1, 4))
+    propagate = inspect.unwrap(Acoustic.propagate)
+    for wrong in (None, (tile, tile), {"velocity": tile}, AcousticMedium(None)):  # type: ignore[arg-type]
+        with pytest.raises(TypeError, match=r"Acoustic\.propagate: the medium must be a velocity"):
+            propagate(acoustic, wrong if last else tile, wavelets, point)
+    good = ElasticMedium(*map(jnp.asarray, (4e9 * tile / tile, 2e9 * tile / tile, tile)))
+    propagate = inspect.unwrap(Elastic.propagate)
+    with pytest.raises(TypeError, match=r"Elastic\.propagate: the medium must be an ElasticMedium"):
+        propagate(elastic, tuple(good) if last else good, wavelets, point)
+    with pytest.raises(TypeError, match="lam, mu and rho of the medium must be arrays, got None"):
+        propagate(elastic, good._replace(lam=None) if last else good, wavelets, point)
+
+
+@pytest.mark.ranks(2)
+def test_media_and_backends_that_differ_between_ranks(comm: Communicator) -> None:
+    lossy = model(comm, "Elastic", 2, relaxation=fit_relaxation(30.0, (3.0, 40.0), 1))
+    tile = jnp.full(lossy.grid.local_shape, 2000.0)
+    point, wavelets = Survey(np.full((1, 1, 2), 55.0), np.full((1, 1, 2), 55.0)), np.ones((1, 1, 4))
+    medium = ElasticMedium.from_velocities(tile, tile / 2, tile, *[None, tile][: comm.rank + 1])
+    with pytest.raises(ValueError, match="quality factors of the medium must be the same on all"):
+        lossy.propagate(medium, wavelets, point)
+    either = model(comm, "Acoustic", 2, backend=("native", "xla")[comm.rank])
+    with pytest.raises(ValueError, match=r"Acoustic\.propagate: backend must be the same on all"):
+        either.propagate(tile, wavelets, point)
+
+
+def test_bytes_of_a_storage_are_integers() -> None:
+    for memory in (1e9, "1GB", True, -1):
+        text = refusal(lambda m=memory: inspect.unwrap(Storage.__init__)(Storage(), memory=m))
+        assert "memory must be an integer of at least 0 bytes" in text, (memory, text)
+    made = object.__new__(Storage)
+    inspect.unwrap(Storage.__init__)(made, np.int64(3))
+    assert made == Storage(3)

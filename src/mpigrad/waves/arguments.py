@@ -117,7 +117,7 @@ def common_settings(
 
 
 def assert_same_run(
-    name: str, settings: Mapping[str, Any], run: int, dtype: np.dtype, comm: Communicator
+    name: str, settings: Mapping[str, Any], dtype: np.dtype, comm: Communicator
 ) -> None:
     """Raise a ValueError on all ranks if their runs differ (collective, while a run is traced).
 
@@ -130,14 +130,12 @@ def assert_same_run(
         The name of the function.
     settings
         All settings that must be the same on all ranks, by name.
-    run
-        The fingerprint of the settings.
     dtype
         The dtype of the fields on this rank, float32 or float64.
     """
-    found = run, np.dtype(dtype).name
-    if len(set(comm.mpi.allgather(found))) > 1:
-        assert_same_settings(comm, {**settings, "dtype": found[1]}, name)
+    settings = {**settings, "dtype": np.dtype(dtype).name}
+    if len(set(comm.mpi.allgather(fingerprint(settings)))) > 1:
+        assert_same_settings(comm, settings, name)
 
 
 # ---- Checks of the settings and arguments that acoustic and elastic waves share ----

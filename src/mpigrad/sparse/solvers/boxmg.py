@@ -9,10 +9,10 @@ from typing import Any
 import jax
 import numpy as np
 
-from mpigrad.extend import NativeCall, primitive
 from mpigrad.sparse.matrix.pattern import Pattern
+from mpigrad.sparse.solvers.hypre import solve_primitive
 from mpigrad.sparse.solvers.libraries import multigrid_library
-from mpigrad.sparse.solvers.methods import INFO, PCG, LinearSolver, request_text
+from mpigrad.sparse.solvers.methods import PCG, LinearSolver, request_text
 from mpigrad.sparse.solvers.preconditioners import BoxMG, why_not_structured
 
 __all__ = ["check", "run", "why_not"]
@@ -126,17 +126,4 @@ def _system(pattern: Pattern, preconditioner: BoxMG) -> _System:
     return systems[preconditioner]
 
 
-# (values, b, x0, values_id) -> (x, info). `solve` has the derivatives.
-solve_p = primitive(
-    "multigrid_solve",
-    shapes=lambda values, b, x0, values_id, **_: [
-        b, jax.ShapeDtypeStruct((b.shape[0], INFO), b.dtype)
-    ],
-    native=NativeCall(
-        "mpigrad_multigrid_solve",
-        n_inputs=4,
-        library=multigrid_library,
-        attributes=lambda params: {**params, "system": params["system"].id},
-        keep_alive="system",  # the program may outlive the pattern
-    ),
-)  # fmt: skip
+solve_p = solve_primitive("multigrid_solve", multigrid_library)

@@ -5,13 +5,13 @@ from __future__ import annotations
 import ctypes
 import itertools
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
 import numpy as np
 
-from mpigrad.extend import NativeCall, describe, primitive
+from mpigrad.extend import NativeCall, Primitive, describe, primitive
 from mpigrad.sparse.matrix.pattern import Pattern
 from mpigrad.sparse.solvers.libraries import check_size, hypre_available, library, why_no_hypre
 from mpigrad.sparse.solvers.methods import INFO, LinearSolver, request_text
@@ -29,6 +29,7 @@ __all__ = [
     "check",
     "check_pfmg",
     "run",
+    "solve_primitive",
     "structured",
 ]
 
@@ -302,17 +303,24 @@ def _system(
     return systems[key]
 
 
-# (values, b, x0, values_id) -> (x, info). `solve` has the derivatives.
-solve_p = primitive(
-    "hypre_solve",
-    shapes=lambda values, b, x0, values_id, **_: [
-        b, jax.ShapeDtypeStruct((b.shape[0], INFO), b.dtype)
-    ],
-    native=NativeCall(
-        "mpigrad_hypre_solve",
-        n_inputs=4,
-        library=library,
-        attributes=lambda params: {**params, "system": params["system"].id},
-        keep_alive="system",  # the program may outlive the pattern
-    ),
-)  # fmt: skip
+def solve_primitive(name: str, load: Callable[[], Any]) -> Primitive:
+    """Make the primitive (values, b, x0, values_id) -> (x, info) of a library's handler.
+
+    `solve` has the derivatives. The parameter `system` is the library's data of one pattern.
+    """
+    return primitive(
+        name,
+        shapes=lambda values, b, x0, values_id, **_: [
+            b, jax.ShapeDtypeStruct((b.shape[0], INFO), b.dtype)
+        ],
+        native=NativeCall(
+            f"mpigrad_{name}",
+            n_inputs=4,
+            library=load,
+            attributes=lambda params: {**params, "system": params["system"].id},
+            keep_alive="system",  # the program may outlive the pattern
+        ),
+    )  # fmt: skip
+
+
+solve_p = solve_primitive("hypre_solve", library)

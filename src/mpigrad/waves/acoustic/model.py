@@ -285,10 +285,9 @@ class Acoustic:
             if state is not None:
                 rest = jax.eval_shape(lambda: at_rest(scheme.tile, survey.n_shots, velocity.dtype))
                 arguments.check_state(name, scheme.tile, state, rest)
-        run = scheme.fingerprint
         native = runs_native(self, density=rho is not None)
         settings = scheme.settings | {"backend": "native" if native else "xla"}
-        assert_same_run(name, settings, run, velocity.dtype, self.grid.comm)
+        assert_same_run(name, settings, velocity.dtype, self.grid.comm)
         fastest = jnp.max(jax.lax.stop_gradient(velocity))
         arguments.warn_of_units(self, scheme.limit / fastest, fastest)
         shape = (survey.n_shots, survey.n_sources, self.steps)

@@ -291,7 +291,7 @@ class Elastic:
             "backend": "native" if runs_native(self) else "xla",
             "quality factors of the medium": [q is not None for q in (qp, qs)],
         }
-        assert_same_run(name, settings, scheme.fingerprint, lam.dtype, self.grid.comm)
+        assert_same_run(name, settings, lam.dtype, self.grid.comm)
         if self.relaxation is not None:
             require_factors(self.relaxation, qp, qs, self.grid.comm)
         both = moduli(self.relaxation, self._reference, Lame(lam, mu), qp, qs)
