@@ -1,4 +1,4 @@
-"""Errors of `implicit_solve`. Its derivatives are proved in test_outside_package.py."""
+"""Activity and errors of `implicit_solve`. test_outside_package.py proves its derivatives."""
 
 from __future__ import annotations
 
@@ -7,8 +7,6 @@ import pytest
 
 import mpigrad as mg
 from mpigrad.extend import implicit_solve
-
-pytestmark = pytest.mark.ranks(1)
 
 D, B = jnp.array([2.0, 4.0]), jnp.ones(2)
 
@@ -19,6 +17,21 @@ def solved(d, b=B, **changed):
     return implicit_solve(functions["solve"], functions["product"], d, b, transposed=transposed)
 
 
+def test_a_method_with_messages_and_a_product_without(comm):
+    """Only rank 0 depends on t, and all ranks take part in the adjoint solve."""
+
+    def solve(d, b):
+        return b / d + 0 * mg.allreduce(b, comm=comm)
+
+    def loss(t):
+        d = t * D if comm.rank == 0 else D
+        return jnp.sum(implicit_solve(solve, lambda d, x: d * x, d, B) ** 2)
+
+    expected = -2 * float(jnp.sum(1 / D**2)) if comm.rank == 0 else 0.0
+    assert float(mg.grad(loss)(1.0)) == pytest.approx(expected, rel=1e-12)
+
+
+@pytest.mark.ranks(1)
 @pytest.mark.parametrize(
     ("changed", "error", "message"),
     [
