@@ -141,6 +141,13 @@ class Relaxation:
         size = (real**2 + imaginary**2) ** 0.5
         return (size + real) / (2 * size**2)
 
+    def unrelaxed_square(self, q: Any, frequency: float) -> Any:
+        """Return M_U / density for a phase velocity of 1 at a frequency in Hz, differentiable.
+
+        M_U is the modulus of infinite frequency, which limits the time step.
+        """
+        return self.relaxed_square(q, frequency) * (1 + self.strength(q) * sum(self.weights))
+
     @property
     def _frequencies(self) -> Float[np.ndarray, " f"]:
         return _samples(self.band)

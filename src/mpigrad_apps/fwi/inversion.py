@@ -19,6 +19,7 @@ import mpigrad
 from mpigrad.collective_errors import call_on_root
 from mpigrad.communicator import Communicator, resolve
 from mpigrad.grid import Grid
+from mpigrad.waves import Storage
 from mpigrad_apps.fwi.inputs import Inputs, read_inputs
 from mpigrad_apps.fwi.layout import Layout, TileLayout
 from mpigrad_apps.fwi.memory import check_memory
@@ -107,7 +108,7 @@ class Inversion:
     def digest(self) -> str:
         """Hash of the loss, apart from the low pass. The same on all ranks (collective)."""
         whole = self.experiment
-        words = type(self.group.physics).__name__, self.data_source, self.weights
+        words = self.group.physics.settings, self.data_source, self.weights
         digest = hashlib.sha256(repr((*words, whole.dt, whole.spacing)).encode())
         for array in (whole.sources, whole.receivers, whole.wavelets):
             digest.update(np.ascontiguousarray(array).tobytes())
@@ -230,7 +231,7 @@ def prepare_inversion(settings: Settings, comm: Communicator | None = None) -> I
         physics = _physics_factory(settings)
         group = make_shot_group(comm, settings.groups, experiment, physics, split)
         if isinstance(inputs.layout, TileLayout):
-            check_memory(settings, inputs.layout, group.grid, comm, group.experiment)
+            check_memory(settings, inputs.layout, group.grid, comm, group)
         values = _parametrization(settings, inputs, group.physics.max_stable_velocity)
         if inputs.data is None:
             recorded = _simulate(inputs, group, settings.noise, settings.seed)
@@ -244,10 +245,21 @@ def prepare_inversion(settings: Settings, comm: Communicator | None = None) -> I
 
 def _physics_factory(settings: Settings) -> Callable[[Grid, Experiment], Physics]:
     """Return the function that makes the physics of an experiment on a grid."""
-    kernels, source, order = settings.kernels, settings.source, settings.order
+    kernels = settings.kernels
+    storage = Storage(
+        None if settings.storage == "auto" else settings.storage,
+        settings.storage_memory,
+        settings.storage_precision,
+        settings.storage_directory,
+    )
     if settings.physics == "elastic":
-        return lambda grid, whole: ElasticPhysics(grid, whole.dt, kernels(2), whole.peak, source)
-    return lambda grid, whole: AcousticPhysics(grid, whole.dt, kernels(grid.ndim), order)
+        own = settings.source, settings.quality
+        return lambda grid, whole: ElasticPhysics(
+            grid, whole.dt, kernels(2), whole.peak, *own, storage=storage
+        )
+    return lambda grid, whole: AcousticPhysics(
+        grid, whole.dt, kernels(grid.ndim), settings.order, storage=storage
+    )
 
 
 def _check_frequencies(corners: tuple[float, ...], dt: float) -> None:

@@ -9,14 +9,14 @@ import numpy as np
 from mpigrad.collective_errors import raise_on_all_ranks
 from mpigrad.communicator import Communicator
 from mpigrad.grid import Grid
-from mpigrad.waves import WaveTile
+from mpigrad.waves import Storage
 from mpigrad.waves.native_run import default_memory
-from mpigrad.waves.options import is_native
+from mpigrad.waves.options import runs_native
 from mpigrad_apps.fwi.inputs import BLUR
 from mpigrad_apps.fwi.layout import TileLayout, wider
 from mpigrad_apps.fwi.parametrization import cut_off
 from mpigrad_apps.fwi.settings import Settings
-from mpigrad_apps.shots.experiment import Experiment
+from mpigrad_apps.shots.shot_group import ShotGroup
 
 __all__ = ["check_memory", "memory_needs"]
 
@@ -30,17 +30,17 @@ _GATHERS = 6  # recorded, predicted, filtered and their cotangents
 
 
 def memory_needs(
-    settings: Settings, layout: TileLayout, grid: Grid, experiment: Experiment | None = None
+    settings: Settings, layout: TileLayout, grid: Grid, group: ShotGroup | None = None
 ) -> dict[str, float]:
     """Return estimates of the bytes that this rank needs, by purpose.
 
     The history of the forward run is counted at its smallest size: of one shot, with the fewest
-    stored fields (docs/acoustic.md).
+    fields that --storage leaves possible (docs/acoustic.md).
 
     Parameters
     ----------
-    experiment
-        The experiment with this group's shots. None: estimate what does not depend on it.
+    group
+        This rank's group. None: estimate what does not depend on its shots.
     """
     held, own = (
         math.prod(part.stop - part.start for part in layout.held),
@@ -53,16 +53,17 @@ def memory_needs(
         "fields": float(_DOUBLE * (_FIELDS * held + 3 * window)),
         "L-BFGS": float(_DOUBLE * vectors * own),
     }
-    if experiment is None:
+    if group is None:
         return needs
-    kernels = settings.kernels(grid.ndim)
-    size = np.dtype(kernels.precision).itemsize
-    cells = size * math.prod(WaveTile(grid, kernels.pml).shape)
+    experiment, physics = group.experiment, group.physics
+    size = np.dtype(physics.kernels.precision).itemsize
+    cells = size * math.prod(physics.tile.shape)
     shots = 1 if settings.encode else experiment.n_shots
     if settings.subset is not None and not settings.encode:
         shots = settings.subset // settings.groups
-    stored = 2 * math.sqrt(2 * experiment.steps)
-    if not is_native(kernels.backend):
+    layers = 1 - math.prod(grid.local_shape) / math.prod(physics.tile.shape)
+    stored = _stored_fields(physics.storage, experiment.steps, layers)
+    if not runs_native(physics.model(1)):
         stored = 3 * shots * experiment.steps  # XLA programs store all fields
     gathers = experiment.n_shots * experiment.receivers.shape[1] * experiment.steps
     return needs | {
@@ -77,7 +78,7 @@ def check_memory(
     layout: TileLayout,
     grid: Grid,
     comm: Communicator,
-    experiment: Experiment | None = None,
+    group: ShotGroup | None = None,
 ) -> None:
     """Raise a ValueError if the volume does not fit into the memory (collective).
 
@@ -86,18 +87,40 @@ def check_memory(
     ValueError
         On every rank: if a rank needs more than its part of the free memory of its host.
     """
-    needs = memory_needs(settings, layout, grid, experiment)
+    needs = memory_needs(settings, layout, grid, group)
     total, free = sum(needs.values()), 2.0 * default_memory()
     with raise_on_all_ranks(comm):
         if total > free:
             parts = ", ".join(f"{name} {_text(size)}" for name, size in needs.items())
-            least = "" if experiment is not None else "at least "
+            least = "" if group is not None else "at least "
             cells = " x ".join(map(str, grid.shape))
             raise ValueError(
                 f"fwi: expected a volume that fits into the {_text(free)} of free memory of a "
                 f"rank, but {cells} cells need {least}{_text(total)} ({parts}). Use more ranks on "
-                "more hosts, fewer --groups, a smaller --memory, --encode, or larger cells."
+                "more hosts, fewer --groups, a smaller --memory, --encode, --storage-directory, or "
+                "larger cells."
             )
+
+
+def _stored_fields(storage: Storage, steps: int, layers: float) -> float:
+    """Return the smallest number of fields of a shot that the kernels store in memory.
+
+    Parameters
+    ----------
+    layers
+        Fraction of the cells that lie in the absorbing layers.
+    """
+    history = 0.5 if storage.precision else 1.0
+    in_files = storage.directory is not None
+    match storage.keep:
+        case None:
+            return 0.0 if in_files else 2 * math.sqrt(2 * steps * history)
+        case "all":
+            return 0.0 if in_files else steps * history
+        case "boundary":
+            return steps * layers
+        case k:
+            return k * history + (0.0 if in_files else 2 * steps / k)
 
 
 def _text(size: float) -> str:

@@ -9,7 +9,7 @@ from typing import ClassVar, Literal
 
 from mpigrad_apps.earlier_run import OutputCheck
 from mpigrad_apps.option_effects import check_effects
-from mpigrad_apps.shots.options import WaveOptions, exists
+from mpigrad_apps.shots.options import WaveOptions, check_quality, exists
 
 __all__ = ["Settings"]
 
@@ -76,6 +76,16 @@ class Settings(OutputCheck, WaveOptions):
     """Order of accuracy in space of acoustic waves. 8 is for volumes."""
     source: Literal["explosive", "force_x", "force_y"] = "explosive"
     """Kind of the sources of elastic waves: pressure on all sides, or a force along x or y."""
+    quality: tuple[float, ...] = ()
+    """Quality factors Q of elastic P and S waves, or one for both. Default: no attenuation."""
+    storage: Literal["auto", "all", "boundary"] | int = "auto"
+    """Stored for gradients: all fields, the layers alone, or a state every so many steps."""
+    storage_memory: int | None = None
+    """Most bytes that a rank stores for gradients. Default: half of the free memory."""
+    storage_precision: Literal["bfloat16", "float16"] | None = None
+    """Precision of stored histories. Default: that of the waves."""
+    storage_directory: pathlib.Path | None = None
+    """Directory for files of histories or states, on a fast disk of each host. Default: memory."""
     seed: int = 0
     """Seed of the network's initial weights, the noise, and the draws of shots."""
     resume: bool = False
@@ -126,6 +136,7 @@ class Settings(OutputCheck, WaveOptions):
                 "--frequencies: expected positive and increasing values, got "
                 f"{' '.join(map(str, self.frequencies))}."
             )
+        check_quality(self.quality)
         self.bounds_by_field()
         if self.box and (self.unknown != "cells" or self.smoothing):
             raise ValueError(
@@ -137,7 +148,7 @@ class Settings(OutputCheck, WaveOptions):
         check_effects(
             self,
             (self.physics == "acoustic", "--physics acoustic", "order"),
-            (self.physics == "elastic", "--physics elastic", "source"),
+            (self.physics == "elastic", "--physics elastic", "source quality"),
             (self.unknown == "network", "--unknown network", "fineness"),
             (self.unknown == "cells", "--unknown cells", "smoothing"),
             (self.data is None, "no --data", "noise"),

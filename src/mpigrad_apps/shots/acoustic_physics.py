@@ -11,7 +11,6 @@ from jaxtyping import Array, Bool, Float
 
 from mpigrad.waves import Acoustic, Survey
 from mpigrad.waves.acoustic import State
-from mpigrad.waves.arguments import wave_equation_limit
 from mpigrad_apps.shots.experiment import Fields, p_velocity
 from mpigrad_apps.shots.physics import Physics
 
@@ -27,13 +26,12 @@ class AcousticPhysics(Physics):
 
     order: Literal[2, 4, 8] = 4
 
-    @property
-    def reach(self) -> int:
-        return self.order // 2
+    def model(self, steps: int) -> Acoustic:
+        return Acoustic(self.grid, self.dt, steps, order=self.order, **self._options)
 
     @property
-    def max_stable_velocity(self) -> float:
-        return wave_equation_limit(self.grid, self.order) / self.dt
+    def settings(self) -> dict[str, Any]:
+        return super().settings | {"order": self.order}
 
     @staticmethod
     def complete(fields: Fields, names: tuple[str, ...] = ()) -> Fields:
@@ -46,17 +44,8 @@ class AcousticPhysics(Physics):
         survey: Survey,
         state: Any = None,
     ) -> tuple[Float[Array, "shots components receivers steps"], Any]:
-        model = Acoustic(
-            self.grid,
-            self.dt,
-            wavelets.shape[-1],
-            order=self.order,
-            pml=self.kernels.pml,
-            threads=self.kernels.threads,
-            backend=self.kernels.backend,
-        )
         velocity = fields["vp"].astype(self.kernels.precision)
-        recording = model.propagate(velocity, wavelets, survey, state)
+        recording = self.model(wavelets.shape[-1]).propagate(velocity, wavelets, survey, state)
         return recording.gathers[:, None], recording.state
 
     def wavefields(self, state: State) -> dict[str, Float[Array, "*tile"]]:

@@ -17,7 +17,12 @@ def run(settings: Settings, comm: Communicator | None = None) -> ForwardRun:
 
     def make_physics(grid: Grid, experiment: Experiment) -> ElasticPhysics:
         return ElasticPhysics(
-            grid, experiment.dt, settings.kernels(grid.ndim), experiment.peak, settings.source
+            grid,
+            experiment.dt,
+            settings.kernels(grid.ndim),
+            experiment.peak,
+            settings.source,
+            settings.quality,
         )
 
     return forward_model(

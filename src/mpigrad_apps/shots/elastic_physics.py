@@ -12,10 +12,9 @@ from jaxtyping import Array, Bool, Float
 from mpi4py import MPI
 
 from mpigrad.operations import allreduce
-from mpigrad.waves import Elastic, ElasticMedium, Survey, lame
-from mpigrad.waves.arguments import limiting_square, staggered_limit
-from mpigrad.waves.elastic import State
-from mpigrad.waves.elastic.scheme import REACH
+from mpigrad.waves import Elastic, ElasticMedium, Relaxation, Survey, fit_relaxation, lame
+from mpigrad.waves.arguments import limiting_square
+from mpigrad.waves.elastic import AnelasticState, State
 from mpigrad_apps.shots.experiment import Fields
 from mpigrad_apps.shots.physics import Physics
 
@@ -23,6 +22,8 @@ __all__ = ["ElasticPhysics"]
 
 # m/s. If a file lacks S velocities, slower cells are water, without S waves.
 _WATER = 1510.0
+# Attenuation is fitted to the frequencies from the wavelet's peak over this to the peak times it.
+_BAND = 3.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,14 +35,41 @@ class ElasticPhysics(Physics):
 
     frequency: float
     source: Literal["explosive", "force_x", "force_y"] = "explosive"
+    quality: tuple[float, ...] = ()
+
+    def model(self, steps: int) -> Elastic:
+        return Elastic(
+            self.grid,
+            self.dt,
+            steps,
+            self.frequency,
+            source=self.source,
+            components=("vx", "vy"),
+            relaxation=self._relaxation,
+            reference=self.frequency if self.quality else None,
+            **self._options,
+        )
 
     @property
-    def reach(self) -> int:
-        return REACH
+    def settings(self) -> dict[str, Any]:
+        return super().settings | {"source": self.source, "quality": self.quality}
 
     @property
     def max_stable_velocity(self) -> float:
-        return staggered_limit(self.grid) / self.dt
+        """The largest velocity at the wavelet's peak for which the time step is stable, in m/s."""
+        stable, relaxation = super().max_stable_velocity, self._relaxation
+        if relaxation is None:
+            return stable
+        # Waves of high frequencies are faster than those of the peak, and limit the step.
+        return stable / relaxation.unrelaxed_square(self.quality[0], self.frequency) ** 0.5
+
+    @property
+    def _relaxation(self) -> Relaxation | None:
+        """The mechanisms of the quality factors, over the wavelet's band."""
+        if not self.quality:
+            return None
+        band = self.frequency / _BAND, self.frequency * _BAND
+        return fit_relaxation(min(self.quality), band)
 
     @staticmethod
     def complete(fields: Fields, names: tuple[str, ...] = ()) -> Fields:
@@ -77,24 +105,16 @@ class ElasticPhysics(Physics):
         survey: Survey,
         state: Any = None,
     ) -> tuple[Float[Array, "shots components receivers steps"], Any]:
-        model = Elastic(
-            self.grid,
-            self.dt,
-            wavelets.shape[-1],
-            self.frequency,
-            pml=self.kernels.pml,
-            source=self.source,
-            components=("vx", "vy"),
-            threads=self.kernels.threads,
-            backend=self.kernels.backend,
-        )
-        medium = ElasticMedium(*self._rounded(fields))
-        recording = model.propagate(medium, wavelets, survey, state)
+        lam, mu, rho = self._rounded(fields)
+        factors = [jnp.full_like(lam, q) for q in self.quality]
+        medium = ElasticMedium(lam, mu, rho, *(factors * 2)[:2])
+        recording = self.model(wavelets.shape[-1]).propagate(medium, wavelets, survey, state)
         return recording.gathers, recording.state
 
-    def wavefields(self, state: State) -> dict[str, Float[Array, "lx ly"]]:
+    def wavefields(self, state: State | AnelasticState) -> dict[str, Float[Array, "lx ly"]]:
         interior = self.tile.interior
-        return {"vy": state.vy[0][interior], "vx": state.vx[0][interior]}
+        fields: Any = state.elastic if isinstance(state, AnelasticState) else state
+        return {"vy": fields.vy[0][interior], "vx": fields.vx[0][interior]}
 
     def limiting_velocity(self, fields: Mapping[str, Float[Array, "lx ly"]]) -> Float[Array, ""]:
         lam, mu, rho = _moduli(fields)

@@ -8,7 +8,7 @@ from typing import Literal
 
 from mpigrad_apps.earlier_run import OutputCheck
 from mpigrad_apps.option_effects import check_effects
-from mpigrad_apps.shots.options import WaveOptions
+from mpigrad_apps.shots.options import WaveOptions, check_quality
 
 __all__ = ["Settings"]
 
@@ -23,6 +23,8 @@ class Settings(OutputCheck, WaveOptions):
 
     source: Literal["explosive", "force_x", "force_y"] = "explosive"
     """Kind of the sources: pressure on all sides, or a force along x or y."""
+    quality: tuple[float, ...] = ()
+    """Quality factors Q of P and S waves, or one for both. Default: no attenuation."""
     frames: int = 40
     """Number of snapshots of the first shot's wavefield, 0 for none."""
     overwrite: bool = False
@@ -35,6 +37,7 @@ class Settings(OutputCheck, WaveOptions):
     def check(self) -> None:
         """Raise a ValueError for the first setting that is not valid."""
         super().check()
+        check_quality(self.quality)
         if self.frames < 0:
             raise ValueError(f"--frames: expected 0 or more, got {self.frames}.")
         check_effects(self, (self.frames > 0, "--frames above 0", "vtk"))

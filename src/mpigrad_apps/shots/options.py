@@ -9,7 +9,7 @@ from typing import ClassVar, Literal
 
 from mpigrad_apps.option_effects import check_effects
 
-__all__ = ["KernelOptions", "WaveOptions"]
+__all__ = ["KernelOptions", "WaveOptions", "check_quality", "exists"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -20,6 +20,7 @@ class KernelOptions:
     precision: Literal["float32", "float64"] = "float32"
     backend: Literal["native", "xla"] | None = None
     threads: int | None = None
+    free_surface: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,6 +53,8 @@ class WaveOptions:
     """An .npz file of positions in m: sources (shots, 2) and receivers (k, 2)."""
     pml: int | None = None
     """Cells of the absorbing layer on each side, outside of the model. Default: 20, volumes 10."""
+    free_surface: bool = False
+    """No layer at the top: the pressure is zero there. Elastic waves: the traction is zero."""
     precision: Literal["float32", "float64"] = "float32"
     """Precision of the waves. Parameters and misfits are float64."""
     backend: Literal["native", "xla"] | None = None
@@ -64,7 +67,7 @@ class WaveOptions:
     def kernels(self, axes: int) -> KernelOptions:
         """Return the options of the kernels for a model with this number of axes."""
         pml = (20 if axes == 2 else 10) if self.pml is None else self.pml
-        return KernelOptions(pml, self.precision, self.backend, self.threads)
+        return KernelOptions(pml, self.precision, self.backend, self.threads, self.free_surface)
 
     def check(self) -> None:
         """Raise a ValueError for the first option that is not valid."""
@@ -109,6 +112,15 @@ class WaveOptions:
 def _positive(option: str, value: float) -> None:
     if not (value > 0 and math.isfinite(value)):
         raise ValueError(f"{option}: expected a positive number, got {value}.")
+
+
+def check_quality(quality: tuple[float, ...]) -> None:
+    """Raise a ValueError unless there are up to two quality factors, larger than one."""
+    if len(quality) > 2 or not all(q > 1 and math.isfinite(q) for q in quality):
+        raise ValueError(
+            "--quality: expected one or two finite numbers larger than 1, those of P and S waves, "
+            f"got {' '.join(map(str, quality))}."
+        )
 
 
 def exists(option: str, file: pathlib.Path | None) -> None:

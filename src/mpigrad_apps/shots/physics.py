@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 from jaxtyping import Array, Bool, Float
 
 from mpigrad.grid import Grid
-from mpigrad.waves import Survey, WaveTile
+from mpigrad.waves import Acoustic, Elastic, Storage, Survey, WaveTile
 from mpigrad_apps.shots.experiment import Fields
 from mpigrad_apps.shots.options import KernelOptions
 
@@ -29,6 +29,8 @@ class Physics(abc.ABC):
         Time step in s.
     kernels
         Layers, precision and backend of the kernels.
+    storage
+        What a run stores for its gradient.
     """
 
     components: ClassVar[tuple[str, ...]]
@@ -39,21 +41,51 @@ class Physics(abc.ABC):
     grid: Grid
     dt: float
     kernels: KernelOptions
+    storage: Storage = dataclasses.field(default=Storage(), kw_only=True)
+
+    @abc.abstractmethod
+    def model(self, steps: int) -> Acoustic | Elastic:
+        """Return the propagator of this many steps.
+
+        Raises
+        ------
+        ValueError
+            If a setting is not valid, or a tile has fewer cells than the stencil reaches.
+        """
 
     @property
     def tile(self) -> WaveTile:
         """This rank's tile with its absorbing layers."""
-        return WaveTile(self.grid, self.kernels.pml)
+        return self.model(1).tile
 
     @property
-    @abc.abstractmethod
-    def reach(self) -> int:
-        """Number of cells that the stencil reaches into a neighbouring tile."""
-
-    @property
-    @abc.abstractmethod
     def max_stable_velocity(self) -> float:
         """The largest velocity for which the time step is stable, in m/s."""
+        return self.model(1).stable_length / self.dt
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """The settings that the waves depend on, without the grid and the time step."""
+        kernels = self.kernels
+        return {
+            "physics": type(self).__name__,
+            "pml": kernels.pml,
+            "free surface": kernels.free_surface,
+            "precision": kernels.precision,
+        }
+
+    @property
+    def _options(self) -> dict[str, Any]:
+        """The arguments that all propagators have."""
+        kernels = self.kernels
+        return {
+            "pml": kernels.pml,
+            "threads": kernels.threads,
+            "backend": kernels.backend,
+            "storage": self.storage,
+            # The last axis points downwards.
+            "free_surface": f"{'xyz'[self.grid.ndim - 1]}0" if kernels.free_surface else None,
+        }
 
     @staticmethod
     @abc.abstractmethod

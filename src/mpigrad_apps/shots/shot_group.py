@@ -126,7 +126,7 @@ def make_shot_group(
     with raise_on_all_ranks(comm):
         grid = Grid(experiment.shape, experiment.spacing, group_comm)
         physics = make_physics(grid, experiment)
-        physics.tile.check(physics.reach, axes=(2, 3))
+        physics.model(1)  # its checks
         _check_time_step(experiment, physics.max_stable_velocity)
     survey = Survey(part.sources, part.receivers)
     return ShotGroup(comm, grid, physics, part, survey, shots, n_groups)

@@ -33,6 +33,10 @@ CASES = {
     "elastic": dataclasses.replace(
         SMALL, physics="elastic", order=4, invert=("lambda", "mu", "rho")
     ),
+    "surface": dataclasses.replace(SMALL, free_surface=True, storage="boundary"),
+    "attenuation": dataclasses.replace(
+        SMALL, physics="elastic", order=4, free_surface=True, quality=(40.0, 20.0), storage=9
+    ),
 }
 
 
@@ -77,7 +81,9 @@ def test_the_loss_does_not_depend_on_groups_and_tiles(comm, alone, case, groups)
 @pytest.mark.parametrize(
     "case",
     [
-        pytest.param(case, marks=full if case in ("box", "filtered") else pytest.mark.thin(1))
+        pytest.param(
+            case, marks=full if case in ("box", "filtered", "attenuation") else pytest.mark.thin(1)
+        )
         for case in CASES
     ],
 )
@@ -150,6 +156,11 @@ def test_rejects_invalid_settings_and_files(comm, directory):
         ({"bounds": ("vp=1000:9000",)}, "the time step is stable up to"),
         ({"bounds": ("vp=10:20",)}, "no cell of the start has vp between"),
         ({"dt": 0.01}, "a time step of 0.01 s is not stable .* the largest stable one is"),
+        ({"storage": 0}, "keep must be a positive number of steps"),
+        ({"storage": "boundary", "storage_precision": "float16"}, "precision='float16' has no eff"),
+        ({"backend": "xla", "storage": 5}, "is not an option of a JAX program on 2 axes"),
+        ({"quality": (30.0,)}, "--quality: expected --physics elastic with it"),
+        ({"quality": (30.0, 1.0)}, "--quality: expected one or two finite numbers larger than 1"),
         ({"water": 1e4}, "no cell is left that may change"),
         ({"mask": directory / "small.npy"}, r"shape \(3, 3\), the model \(24, 18\)"),
         ({"data": directory / "small.npy"}, "--data: expected --model or --initial with it"),
@@ -158,6 +169,8 @@ def test_rejects_invalid_settings_and_files(comm, directory):
     ]:
         with pytest.raises(ValueError, match=text):
             prepare_inversion(dataclasses.replace(SMALL, **changes), comm)
+    surface = prepare_inversion(dataclasses.replace(SMALL, free_surface=True), comm)
+    assert surface.digest != prepare_inversion(SMALL, comm).digest
     with pytest.raises(ValueError, match="all recorded gathers are zero"):
         model = prepare_inversion(SMALL, comm)
         dataclasses.replace(model, recorded=0 * model.recorded).misfit(None)

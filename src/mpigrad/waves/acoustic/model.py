@@ -156,6 +156,11 @@ class Acoustic:
         arguments.check_settings(self, ("dt", "steps"), self.order // 2, axes=(2, 3))
 
     @property
+    def stable_length(self) -> float:
+        """The largest stable time step, times the largest velocity, in m, without a density."""
+        return wave_equation_limit(self.grid, self.order)
+
+    @property
     def tile(self) -> WaveTile:
         """This rank's tile with its absorbing layers."""
         return WaveTile(self.grid, self.pml)
@@ -187,7 +192,7 @@ class Acoustic:
         _check_presence("Acoustic.largest_time_step", density, comm)
         if density is None:
             fastest = comm.mpi.allreduce(float(np.max(velocity)), op=MPI.MAX)
-            return wave_equation_limit(self.grid, self.order) / fastest
+            return self.stable_length / fastest
         c, rho = as_array(velocity), as_array(density)
         with raise_on_all_ranks(comm):
             tiles = {"velocity": c, "density": rho}
@@ -197,7 +202,7 @@ class Acoustic:
         buoyancy = buoyancy_of(self.tile, self.order, rho)
         square = float(limiting_square(self.grid, self.order, c, buoyancy))
         fastest = math.sqrt(comm.mpi.allreduce(square, op=MPI.MAX))
-        return wave_equation_limit(self.grid, self.order) / fastest
+        return self.stable_length / fastest
 
     def propagate(
         self,

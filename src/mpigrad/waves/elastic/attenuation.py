@@ -81,8 +81,8 @@ def moduli(
     def pair(modulus: Array, q: Array | None) -> tuple[Array, Array]:
         if q is None:
             return modulus, modulus
-        relaxed = modulus * relaxation.relaxed_square(q, frequency)
-        return relaxed * (1 + relaxation.strength(q) * sum(relaxation.weights)), relaxed
+        unrelaxed = modulus * relaxation.unrelaxed_square(q, frequency)
+        return unrelaxed, modulus * relaxation.relaxed_square(q, frequency)
 
     stiffness, shear = pair(given.lam + 2 * given.mu, qp), pair(given.mu, qs)
     unrelaxed, relaxed = (Lame(p - 2 * mu, mu) for p, mu in zip(stiffness, shear, strict=True))
