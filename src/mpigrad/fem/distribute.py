@@ -323,15 +323,15 @@ def distribute_arrays(
     cell_type, n_vertices, n_cells, method, cell_groups, facet_groups, unused = comm.mpi.bcast(
         common
     )
-    own: tuple[NDArray[Any], ...]
+    local_arrays: tuple[NDArray[Any], ...]
     if comm.rank == 0:
-        own = next(pieces)
+        local_arrays = next(pieces)
         for rank, arrays in enumerate(pieces, 1):
             for array in arrays:
                 comm.send_object(array, rank)
     else:
-        own = tuple(comm.receive_object(0) for _ in range(9))
-    corners, cell_ids, cell_tags, further, vertex_ids, points, *facets = own
+        local_arrays = tuple(comm.receive_object(0) for _ in range(9))
+    corners, cell_ids, cell_tags, further, vertex_ids, points, *facets = local_arrays
     piece = Piece(
         corners=corners,
         cell_ids=cell_ids,
@@ -532,14 +532,14 @@ def _find_facets(
     # Rows are written from the last to the first one, so the lowest cell stays.
     row_of = np.full(n_groups, -1, np.int64)
     row_of[inverse[: len(rows)][::-1]] = rows[::-1]
-    found = row_of[inverse[len(rows) :]]
-    if np.any(found < 0):
-        wrong = facets[np.flatnonzero(found < 0)[0]]
+    positions = row_of[inverse[len(rows) :]]
+    if np.any(positions < 0):
+        wrong = facets[np.flatnonzero(positions < 0)[0]]
         raise ValueError(
             f"{function}: a facet with a tag must be a facet of a cell, got corners "
             f"{wrong.tolist()}. Remove it from the mesh."
         )
-    return near[found // len(table)], (found % len(table)).astype(np.int8)
+    return near[positions // len(table)], (positions % len(table)).astype(np.int8)
 
 
 def _divide(whole: _Whole, parts: NDArray[np.int64], size: int) -> Any:

@@ -278,8 +278,8 @@ def _lumped(term: Term, here: jax.Array) -> jax.Array | None:
         return None
     nodes, components = here.shape[1:]
     blocks = matrices.reshape(-1, nodes, components, nodes, components)
-    own = jnp.einsum("eicjc->eicj", blocks)  # between nodes, for each component
-    diagonal = jnp.einsum("eici->eic", own)
+    component_blocks = jnp.einsum("eicjc->eicj", blocks)  # between nodes, for each component
+    diagonal = jnp.einsum("eici->eic", component_blocks)
     traces = jnp.sum(diagonal, axis=1, keepdims=True)
-    scale = jnp.sum(own, axis=(1, 3))[:, None] / jnp.where(traces == 0, 1, traces)
+    scale = jnp.sum(component_blocks, axis=(1, 3))[:, None] / jnp.where(traces == 0, 1, traces)
     return diagonal * scale

@@ -181,14 +181,14 @@ def _scalar_at_point(u: Any, gradient: Any) -> FieldAtPoint:
     return FieldAtPoint(u[0], gradient[0])
 
 
-def _inside(given: AtPoints, mask: NDArray[np.bool_]) -> AtPoints:
+def _inside(values: AtPoints, mask: NDArray[np.bool_]) -> AtPoints:
     """Return values in which cells outside of a mask have those of a cell in it.
 
     There an integrand may not be defined.
     """
-    array = given.array
+    array = values.array
     if len(array) == 1 or mask.all():
-        return given
+        return values
     chosen = jnp.asarray(mask).reshape(-1, *[1] * (array.ndim - 1))
     return AtPoints(jnp.where(chosen, array, array[int(np.argmax(mask))]))
 
@@ -279,8 +279,8 @@ class Form(abc.ABC):
         # One by one, so that derivatives that are zero are seen to be zero.
         in_value, in_gradient = jax.jacfwd(flux, argnums=0), jax.jacfwd(flux, argnums=1)
 
-        def derivatives(*given: Any) -> tuple[Any, ...]:
-            (vv, gv), (vg, gg) = in_value(*given), in_gradient(*given)
+        def derivatives(*arguments: Any) -> tuple[Any, ...]:
+            (vv, gv), (vg, gg) = in_value(*arguments), in_gradient(*arguments)
             return vv, vg, gv, gg
 
         return derivatives
@@ -358,26 +358,26 @@ class Form(abc.ABC):
         leaves, structure = jax.tree.flatten((args, kwargs), is_leaf=_is_given)
         arrays, builders = [], []
         for leaf in leaves:
-            given, build = self._parameter(leaf, dtype)
-            builders.append((len(arrays), len(given), build))
-            arrays += given
+            leaf_arrays, build = self._parameter(leaf, dtype)
+            builders.append((len(arrays), len(leaf_arrays), build))
+            arrays += leaf_arrays
         normals = integral.normals(dtype)
         fixed = [*integral.field(self.space, u), integral.coordinates(dtype)]
         fixed += [] if normals is None else [normals]
         scalar = self.space.components == 1
 
         def law(value: Any, gradient: Any, x: Any, *rest: Any) -> Any:
-            normal, given = (None, rest) if normals is None else (rest[0], rest[1:])
+            normal, parameters = (None, rest) if normals is None else (rest[0], rest[1:])
             if scalar:
                 value, gradient = value[0], gradient[0]
-            built = [build(*given[first : first + count]) for first, count, build in builders]
+            built = [build(*parameters[first : first + count]) for first, count, build in builders]
             args, kwargs = jax.tree.unflatten(structure, built)
             return self.integrand(Point(value, gradient, x, normal), *args, **kwargs)
 
-        given = fixed + arrays
+        inputs = fixed + arrays
         if self._mask is not None and self._mask.any():
-            given = [_inside(each, self._mask) for each in given]
-        return law, given
+            inputs = [_inside(each, self._mask) for each in inputs]
+        return law, inputs
 
     def _parameter(self, leaf: Any, dtype: Any) -> tuple[list[AtPoints], Callable[..., Any]]:
         n = self._integral.n
@@ -448,8 +448,8 @@ class Energy(Form):
         return jax.grad(self._scalar(law), argnums=(0, 1))
 
     def _scalar(self, law: Callable[..., Any]) -> Callable[..., Any]:
-        def scalar(*given: Any) -> Any:
-            value = jnp.asarray(law(*given), given[0].dtype)
+        def scalar(*arguments: Any) -> Any:
+            value = jnp.asarray(law(*arguments), arguments[0].dtype)
             if value.shape != ():
                 raise TypeError(
                     f"fem.Energy: the integrand must return a scalar, got shape {value.shape}. "
@@ -516,16 +516,16 @@ class WeakForm(Form):
                 result[1], gradient, "f1", "p.grad"
             )
 
-        def _shaped(given: Any, like: Any, name: str, other: str) -> Any:
+        def _shaped(entries: Any, like: Any, name: str, other: str) -> Any:
             expected = like.shape[1:] if self.space.components == 1 else like.shape
-            if given is None:
+            if entries is None:
                 return jnp.zeros(like.shape, like.dtype)
-            given = jnp.asarray(given, like.dtype)
-            if given.shape != expected:
+            entries = jnp.asarray(entries, like.dtype)
+            if entries.shape != expected:
                 raise TypeError(
                     f"fem.WeakForm: {name} must have the shape of {other}, {expected}, got "
-                    f"{given.shape}. Return one value for each entry."
+                    f"{entries.shape}. Return one value for each entry."
                 )
-            return given.reshape(like.shape)
+            return entries.reshape(like.shape)
 
         return flux

@@ -72,31 +72,31 @@ class FileOrder:
                 f"{function}: x must have {n} rows on the root, got shape {x.shape} on rank "
                 f"{self.comm.rank}. Give one row for each entry of the file."
             )
-        own = (len(self.ids),)
+        counts = (len(self.ids),)
         if self.comm.rank == root:
             received = [n if rank == root else 0 for rank, n in enumerate(orders.counts)]
             neighbors = range(self.comm.size)
             return neighbor_alltoallv(
                 take(x, orders.ids, unique=True), neighbors, orders.counts, received, self.comm
             )
-        return neighbor_alltoallv(x[:0], (root,), (0,), own, self.comm)
+        return neighbor_alltoallv(x[:0], (root,), (0,), counts, self.comm)
 
     def gather(self, x: Any, root: int, function: str) -> jax.Array:
         """Return the rows of all ranks in the order of the file on the root (collective)."""
         root = check_rank(root, self.comm, f"{function}: root")
         orders = self._of(root)
         x = jnp.asarray(x)
-        own = len(self.ids)
-        if x.ndim == 0 or x.shape[0] != own:
+        n_local = len(self.ids)
+        if x.ndim == 0 or x.shape[0] != n_local:
             raise ValueError(
-                f"{function}: x must have {own} rows, got shape {x.shape} on rank "
+                f"{function}: x must have {n_local} rows, got shape {x.shape} on rank "
                 f"{self.comm.rank}. Give one row for each entry of this rank."
             )
         if self.comm.rank == root:
-            sent = [own if rank == root else 0 for rank in range(self.comm.size)]
+            sent = [n_local if rank == root else 0 for rank in range(self.comm.size)]
             rows = neighbor_alltoallv(x, range(self.comm.size), sent, orders.counts, self.comm)
             return take(rows, orders.places, unique=True)
-        return neighbor_alltoallv(x, (root,), (own,), (0,), self.comm)
+        return neighbor_alltoallv(x, (root,), (n_local,), (0,), self.comm)
 
     def _of(self, root: int) -> _Orders:
         """Gather the ids of all ranks on the root at the first use (collective)."""
@@ -166,8 +166,8 @@ def make_report(
     comm: Communicator, method: str, n_cells: int, vertices: Numbering, n_cut: int
 ) -> PartitionReport:
     """Gather the numbers of all ranks (collective)."""
-    own = (n_cells, vertices.n_local, vertices.n_ghosts, len(vertices.exchange.neighbors), n_cut)
-    table = np.asarray(comm.mpi.allgather(own), np.int64)
+    row = (n_cells, vertices.n_local, vertices.n_ghosts, len(vertices.exchange.neighbors), n_cut)
+    table = np.asarray(comm.mpi.allgather(row), np.int64)
     cells, n_local, ghosts, neighbors, cut = table.T
     return PartitionReport(method, cells, n_local, ghosts, neighbors, int(cut.sum()) // 2)
 

@@ -433,13 +433,13 @@ def _merge_repeated(cells: NDArray[Any], rows: NDArray[Any]) -> tuple[NDArray[An
     np.minimum.at(first, group, repeated)
     target = np.arange(len(cells))
     target[repeated] = first[group]
-    own = rows[:, 0].astype(np.int64)
-    pairs = np.column_stack([target[own], rows[:, 1]])[np.isin(own, repeated)]
-    if len(np.unique(pairs, axis=0)) < len(pairs) or not np.all(np.isin(repeated, own)):
+    cell_numbers = rows[:, 0].astype(np.int64)
+    pairs = np.column_stack([target[cell_numbers], rows[:, 1]])[np.isin(cell_numbers, repeated)]
+    if len(np.unique(pairs, axis=0)) < len(pairs) or not np.all(np.isin(repeated, cell_numbers)):
         return cells, rows
     stays = target == np.arange(len(cells))
     merged = rows.copy()
-    merged[:, 0] = (np.cumsum(stays) - 1)[target[own]]
+    merged[:, 0] = (np.cumsum(stays) - 1)[target[cell_numbers]]
     return cells[stays], merged
 
 

@@ -224,8 +224,8 @@ class Numbering:
     @property
     def numbers(self) -> NDArray[np.int64]:
         """The global number of each local index, shape (n_local + n_ghosts,)."""
-        own = np.arange(self.offset, self.offset + self.n_local, dtype=np.int64)
-        return np.concatenate([own, self.ghosts])
+        local = np.arange(self.offset, self.offset + self.n_local, dtype=np.int64)
+        return np.concatenate([local, self.ghosts])
 
     def owners(self, numbers: ArrayLike) -> NDArray[np.int64]:
         """Return the rank that owns each global number."""
@@ -260,18 +260,18 @@ class Numbering:
 
     def find(self, numbers: ArrayLike) -> tuple[NDArray[np.int32], NDArray[np.bool_]]:
         """Return local indices, and True for each number that this rank owns or reads."""
-        given = np.asarray(numbers, np.int64)
-        index = given - self.offset
+        global_numbers = np.asarray(numbers, np.int64)
+        index = global_numbers - self.offset
         remote = (index < 0) | (index >= self.n_local)
         known = ~remote
         if np.any(remote):
-            wanted = given[remote]
+            wanted = global_numbers[remote]
             place = np.searchsorted(self.ghosts, wanted)
-            found = np.zeros(len(wanted), bool)
+            is_ghost = np.zeros(len(wanted), bool)
             inside = place < self.n_ghosts
-            found[inside] = self.ghosts[place[inside]] == wanted[inside]
-            index[remote] = np.where(found, self.n_local + place, -1)
-            known[remote] = found
+            is_ghost[inside] = self.ghosts[place[inside]] == wanted[inside]
+            index[remote] = np.where(is_ghost, self.n_local + place, -1)
+            known[remote] = is_ghost
         return index.astype(np.int32), known
 
     def append_ghosts(self, x: NDArray[Any]) -> NDArray[Any]:

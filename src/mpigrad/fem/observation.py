@@ -128,7 +128,7 @@ def find_points(
     """
     cell = reference_cell(cell_type)
     m, dim = places.shape
-    found = np.full(m, -1, np.int64)
+    best_cells = np.full(m, -1, np.int64)
     distances = np.full(m, np.inf)
     coordinates = np.zeros((m, dim))
     place, candidate = _candidates(points, cells, places)
@@ -142,10 +142,10 @@ def find_points(
         order = np.lexsort([cell_ids[candidate], outside, place])
         place, first = np.unique(place[order], return_index=True)
         chosen = order[first]
-        found[place] = candidate[chosen]
+        best_cells[place] = candidate[chosen]
         distances[place] = outside[chosen]
         coordinates[place] = x[chosen]
-    return FoundPoints(found, coordinates, distances)
+    return FoundPoints(best_cells, coordinates, distances)
 
 
 def _candidates(
@@ -200,9 +200,9 @@ def reference_coordinates(
     active = np.arange(len(x))
     for _ in range(1 if cell.is_simplex else _NEWTON_STEPS):
         values, gradients = cell.shape_values(xi[active]), cell.shape_gradients(xi[active])
-        mine = corners[active]
-        residual = x[active] - np.einsum("nk,nkx->nx", values, mine)
-        jacobian = np.einsum("nkd,nkx->nxd", gradients, mine)
+        active_corners = corners[active]
+        residual = x[active] - np.einsum("nk,nkx->nx", values, active_corners)
+        jacobian = np.einsum("nkd,nkx->nxd", gradients, active_corners)
         step = np.linalg.solve(jacobian, residual[..., None])[..., 0]
         # Points far outside of a bent cell may have no coordinates: they stay near the cell.
         xi[active] = np.clip(xi[active] + step, -2.0, 3.0)
@@ -277,10 +277,10 @@ class Observation:
                 )
         digest = places.shape, zlib.crc32(np.ascontiguousarray(places).tobytes())
         assert_same_on_all_ranks(comm, digest, "fem.Observation: shape and checksum of points")
-        found = find_points(mesh.points, mesh.cells, mesh.cell_type, mesh.cell_ids, places)
+        matches = find_points(mesh.points, mesh.cells, mesh.cell_type, mesh.cell_ids, places)
 
         # The cell in which the point lies best has it, among equals the cell with the lowest id.
-        distance = found.distances.copy()
+        distance = matches.distances.copy()
         comm.mpi.Allreduce(MPI.IN_PLACE, distance, MPI.MIN)
         outside = np.flatnonzero(~np.isfinite(distance))
         error = None
@@ -290,16 +290,16 @@ class Observation:
                 f"outside of it, the first of them {places[outside[0]].tolist()}. Remove them."
             )
         raise_error(comm, error)
-        best = found.distances <= distance
+        best = matches.distances <= distance
         own_ids = np.full(len(places), np.iinfo(np.int64).max)
-        own_ids[best] = mesh.cell_ids[found.cells[best]]
+        own_ids[best] = mesh.cell_ids[matches.cells[best]]
         lowest = own_ids.copy()
         comm.mpi.Allreduce(MPI.IN_PLACE, lowest, MPI.MIN)
 
         self.n_points = len(places)
         self.indices: NDArray[np.intp] = np.flatnonzero(best & (own_ids == lowest))
-        self.cells: NDArray[np.int32] = found.cells[self.indices].astype(np.int32)
-        self.coordinates: NDArray[np.float64] = found.coordinates[self.indices]
+        self.cells: NDArray[np.int32] = matches.cells[self.indices].astype(np.int32)
+        self.coordinates: NDArray[np.float64] = matches.coordinates[self.indices]
         table = space.element.tabulate(0, self.coordinates) if len(self.indices) else None
         self._weights = np.zeros((0, space.cell_nodes.shape[1]))
         if table is not None:

@@ -210,20 +210,20 @@ def build_mesh(
         )
     raise_error(comm, error)
 
-    own = np.flatnonzero(owners == comm.rank)
-    own = own[np.argsort(piece.vertex_keys[own], kind="stable")]
+    local = np.flatnonzero(owners == comm.rank)
+    local = local[np.argsort(piece.vertex_keys[local], kind="stable")]
     others = np.flatnonzero(owners != comm.rank)
     # Owners say the numbers of the vertices that other ranks read.
-    offset = int(comm.mpi.scan(len(own))) - len(own)
+    offset = int(comm.mpi.scan(len(local))) - len(local)
     route = Route(comm, owners[others])
     asked = route.forward(piece.vertex_ids[others])
-    by_id = np.argsort(piece.vertex_ids[own])
-    place = np.searchsorted(piece.vertex_ids[own], asked, sorter=by_id)
+    by_id = np.argsort(piece.vertex_ids[local])
+    place = np.searchsorted(piece.vertex_ids[local], asked, sorter=by_id)
     numbers = route.back((offset + by_id[place]).astype(np.int64))
 
-    vertices = Numbering(len(own), numbers, comm)
+    vertices = Numbering(len(local), numbers, comm)
     others = others[np.argsort(numbers)]
-    order = np.concatenate([own, others])
+    order = np.concatenate([local, others])
     position = np.empty(len(order), np.int32)
     position[order] = np.arange(len(order), dtype=np.int32)
     corners = position[piece.corners]
@@ -242,7 +242,7 @@ def build_mesh(
         cells=np.ascontiguousarray(corners[by_vertex]),
         vertices=vertices,
         cell_ids=piece.cell_ids[by_vertex],
-        vertex_ids=piece.vertex_ids[own],
+        vertex_ids=piece.vertex_ids[local],
         cell_tags=piece.cell_tags[by_vertex],
         further_cell_tags=np.column_stack([cell_position[further[:, 0]], further[:, 1]]),
         facet_tags=facets.sorted(),

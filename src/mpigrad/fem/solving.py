@@ -244,8 +244,8 @@ def solve(
     dtype = jnp.result_type(float if u0 is None else u0, values, *_dtypes(equation))
     if rtol is None:
         rtol = 1e-5 if dtype == np.float32 else 1e-8
-    given = _given(values, shape=space.shape, dtype=dtype)
-    start = _start(mask, given, u0)
+    fixed_values = _given(values, shape=space.shape, dtype=dtype)
+    start = _start(mask, fixed_values, u0)
     if solver is None:
         solver = _default_solver(equation, dtype, rtol)
     null = None if nullspace is None else _null_space(space, mask, nullspace)
@@ -255,24 +255,24 @@ def solve(
         _require_regular(space, A, mask, null, "Fix more unknowns")
         b = _right_hand_side(mask, equation.residual(start))
         A, b = A.at_boundary(mask.reshape(-1), b, 0.0)
-        found = solve_linear(A, b, solver, nullspace=_flattened(null), throw=throw)
-        u = _moved(start, found.value)
+        solution = solve_linear(A, b, solver, nullspace=_flattened(null), throw=throw)
+        u = _moved(start, solution.value)
         if null is not None and u0 is not None:
             u = null.remove_from(u, space.mesh.comm)
-        return dataclasses.replace(found, value=u)
+        return dataclasses.replace(solution, value=u)
 
     if free_modes(space, mask):
         remedy = (
             "Fix more unknowns, or start from another u0 if the Jacobian is singular there alone"
         )
-        A = equation.jacobian(jnp.where(mask, given, start))
+        A = equation.jacobian(jnp.where(mask, fixed_values, start))
         _require_regular(space, A, mask, null, remedy)
 
     def insert(v: jax.Array) -> jax.Array:
-        return jnp.where(mask, given, v)
+        return jnp.where(mask, fixed_values, v)
 
     def residual(v: jax.Array) -> jax.Array:
-        return jnp.where(mask, v - given, equation.residual(insert(v)))
+        return jnp.where(mask, v - fixed_values, equation.residual(insert(v)))
 
     def jacobian(v: jax.Array) -> Matrix:
         A = equation.jacobian(insert(v))
@@ -286,9 +286,9 @@ def solve(
     )  # fmt: skip
 
 
-def _check_linear(solver: LinearSolver | None, **given: float | None) -> None:
+def _check_linear(solver: LinearSolver | None, **settings: float | None) -> None:
     """Raise a ValueError if a setting of Newton's method is given for a linear equation."""
-    for name, value in given.items():
+    for name, value in settings.items():
         if value is not None and (name != "rtol" or solver is not None):
             raise ValueError(
                 f"fem.solve: {name}={value} has no effect, because the equation is linear and is "
@@ -303,10 +303,10 @@ def _given(values: Any, shape: tuple[int, ...], dtype: Any) -> jax.Array:
 
 
 @jit_local
-def _start(mask: Any, given: jax.Array, u0: Any) -> jax.Array:
+def _start(mask: Any, fixed_values: jax.Array, u0: Any) -> jax.Array:
     """Return the first guess with the given values where they are fixed."""
-    start = jnp.zeros_like(given) if u0 is None else jnp.asarray(u0, given.dtype)
-    return jnp.where(mask, given, jax.lax.stop_gradient(start))
+    start = jnp.zeros_like(fixed_values) if u0 is None else jnp.asarray(u0, fixed_values.dtype)
+    return jnp.where(mask, fixed_values, jax.lax.stop_gradient(start))
 
 
 @jit_local
@@ -343,16 +343,16 @@ def _check_field(space: Space, name: str, field: Any) -> None:
         if field is None or (name == "values" and np.ndim(field) == 0 and not callable(field)):
             return
         if callable(field) or np.shape(field) != space.shape:
-            given = "a function" if callable(field) else f"shape {np.shape(field)}"
+            description = "a function" if callable(field) else f"shape {np.shape(field)}"
             raise ValueError(
                 f"fem.solve: {name} must be a field of shape {space.shape} on rank "
-                f"{space.mesh.comm.rank}, got {given}. Make it by space.interpolate(...)."
+                f"{space.mesh.comm.rank}, got {description}. Make it by space.interpolate(...)."
             )
 
 
-def _null_space(space: Space, mask: np.ndarray, given: Any) -> NullSpace | None:
+def _null_space(space: Space, mask: np.ndarray, nullspace: Any) -> NullSpace | None:
     """Return the null space as lists of fields, or None if nothing is free."""
-    null = given if isinstance(given, NullSpace) else NullSpace(given)
+    null = nullspace if isinstance(nullspace, NullSpace) else NullSpace(nullspace)
 
     def fields(vectors: Any) -> Any:
         if not isinstance(vectors, str):
@@ -410,8 +410,8 @@ def _require_regular(
     field free. Those in the null space may be free.
     """
     comm, modes = space.mesh.comm, free_modes(space, mask)
-    given = [] if null is None else null.vectors
-    if len(given) >= len(modes):  # they are independent
+    null_vectors = [] if null is None else null.vectors
+    if len(null_vectors) >= len(modes):  # they are independent
         return
     names = '"constants"'
     if space.components == space.mesh.dim:
@@ -419,8 +419,8 @@ def _require_regular(
     for mode in modes:
         moved = A @ as_array(mode.values.reshape(-1), A.dtype)
         rest = whole = as_array(mode.values, A.dtype)
-        if given:
-            rest = NullSpace(given).remove_from(whole, comm)
+        if null_vectors:
+            rest = NullSpace(null_vectors).remove_from(whole, comm)
         vectors = (moved, A.diagonal(), whole.reshape(-1), rest.reshape(-1))
         change, diagonal, size, outside = two_norms(*jax.lax.stop_gradient(vectors), comm=comm)
         require(

@@ -89,20 +89,20 @@ def make_nodes(mesh: Mesh) -> Nodes:
 
     # Ask the owners of entities on the boundary of this rank's part. An owner may not have the
     # entity itself: then it adds a node that none of its cells has.
-    own, foreign = np.flatnonzero(owners == comm.rank), np.flatnonzero(owners != comm.rank)
+    local, foreign = np.flatnonzero(owners == comm.rank), np.flatnonzero(owners != comm.rank)
     route = Route(comm, owners[foreign])
     asked = route.forward(np.column_stack([kinds, global_keys])[foreign])
     asked_points = route.forward(points[foreign])
-    place = _find(vertices, kinds[own], keys[own], asked)
+    place = _find(vertices, kinds[local], keys[local], asked)
     missing = np.flatnonzero(place < 0)
     order, starts = group_rows(asked[missing] + 1, vertices.n_global + 1)
     extra = missing[order[starts[:-1]]]
-    place[missing[order]] = len(own) + np.repeat(np.arange(len(extra)), np.diff(starts))
+    place[missing[order]] = len(local) + np.repeat(np.arange(len(extra)), np.diff(starts))
 
     # Own nodes are the vertices, the own entities and those of other ranks. They are numbered by
     # their first vertex, then by their second one.
-    first = [np.arange(n_vertices), keys[own, 0], asked[extra, 1] - vertices.offset]
-    second = [np.full(n_vertices, -1), keys[own, 1], np.full(len(extra), n_points)]
+    first = [np.arange(n_vertices), keys[local, 0], asked[extra, 1] - vertices.offset]
+    second = [np.full(n_vertices, -1), keys[local, 1], np.full(len(extra), n_points)]
     by_key = np.argsort(
         np.concatenate(first) * (n_points + 2) + np.concatenate(second), kind="stable"
     )
@@ -112,7 +112,7 @@ def make_nodes(mesh: Mesh) -> Nodes:
 
     vertex_numbers = vertices.append_ghosts(number[:n_vertices])
     entity_numbers = np.empty(len(keys), np.int64)
-    entity_numbers[own] = number[n_vertices : n_vertices + len(own)]
+    entity_numbers[local] = number[n_vertices : n_vertices + len(local)]
     entity_numbers[foreign] = answers
     ghosts = np.concatenate([vertex_numbers[n_vertices:], answers])
     nodes = Numbering(len(by_key), ghosts, comm)
@@ -123,7 +123,7 @@ def make_nodes(mesh: Mesh) -> Nodes:
     for group in groups:
         columns.append(index[begin + group.of_cells])
         begin += len(group.keys)
-    own_points = np.concatenate([mesh.points[:n_vertices], points[own], asked_points[extra]])
+    own_points = np.concatenate([mesh.points[:n_vertices], points[local], asked_points[extra]])
     return Nodes(nodes, np.concatenate(columns, axis=1), nodes.append_ghosts(own_points[by_key]))
 
 

@@ -237,6 +237,6 @@ def newmark_step(
         constant = damping.residual(jnp.zeros_like(u))
         known = damping.residual(speed - change * guess) - change * constant
         step = step + change * damping + known
-    found: jax.Array = solve(step, fixed, values, guess, **options).value
-    a = rate * (found - guess)
-    return Motion(found, speed + gamma * dt * a, a)
+    displacement: jax.Array = solve(step, fixed, values, guess, **options).value
+    a = rate * (displacement - guess)
+    return Motion(displacement, speed + gamma * dt * a, a)

@@ -48,12 +48,12 @@ def propagate(
         return of_value(variable.val) if hasattr(variable, "val") else known[variable]
 
     for equation in jaxpr.eqns:
-        given = [of(v) for v in equation.invars]
+        facts = [of(v) for v in equation.invars]
         inner = _called_program(equation)
-        if inner is not None and len(inner.invars) == len(given) and not inner.constvars:
-            results = propagate(inner, [], given, of_value, rule)
+        if inner is not None and len(inner.invars) == len(facts) and not inner.constvars:
+            results = propagate(inner, [], facts, of_value, rule)
         else:
-            results = [rule(equation, given)] * len(equation.outvars)
+            results = [rule(equation, facts)] * len(equation.outvars)
         known.update(zip(equation.outvars, results, strict=True))
     return [of(v) for v in jaxpr.outvars]
 
@@ -192,7 +192,7 @@ def evaluate(function: Callable[..., Any], arguments: Sequence[AtPoints]) -> Any
 
 def _entry(function: Callable[..., Any], k: int) -> Callable[..., Any]:
     """Return the function of array k of the result."""
-    return lambda *given: jax.tree.leaves(function(*given))[k]
+    return lambda *arguments: jax.tree.leaves(function(*arguments))[k]
 
 
 def _at_points(
@@ -202,14 +202,14 @@ def _at_points(
     cells, points = (
         [k in needed and arrays[k].shape[axis] != 1 for k in range(len(arrays))] for axis in (0, 1)
     )
-    given = [a if points[k] else a[:, 0] for k, a in enumerate(arrays)]
-    given = [a if cells[k] else a[0] for k, a in enumerate(given)]
+    operands = [a if points[k] else a[:, 0] for k, a in enumerate(arrays)]
+    operands = [a if cells[k] else a[0] for k, a in enumerate(operands)]
     mapped = function
     if any(points):
         mapped = jax.vmap(mapped, in_axes=[0 if p else None for p in points])
     if any(cells):
         mapped = jax.vmap(mapped, in_axes=[0 if c else None for c in cells])
-    result = jnp.asarray(mapped(*given))
+    result = jnp.asarray(mapped(*operands))
     lengths = (result.shape[: any(cells)], result.shape[any(cells) :][: any(points)])
     n, q = ((*length, 1)[0] for length in lengths)
     return AtPoints(result.reshape(n, q, *leaf.shape))
@@ -220,4 +220,4 @@ def _dependence(closed: Any) -> list[set[int]]:
     jaxpr = closed.jaxpr
     consts: list[set[int]] = [set() for _ in jaxpr.constvars]
     inputs = [{k} for k in range(len(jaxpr.invars))]
-    return propagate(jaxpr, consts, inputs, lambda _: set(), lambda _, given: set().union(*given))
+    return propagate(jaxpr, consts, inputs, lambda _: set(), lambda _, sets: set().union(*sets))

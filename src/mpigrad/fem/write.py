@@ -96,8 +96,8 @@ def write_grid(
         Fields of nodes or of cells, whose shape says which.
     """
     by_shape = _sort_by_shape(function, grid, either or {})
-    own = {**points, **by_shape[0]}
-    _check_nodes(function, grid, own)
+    node_fields = {**points, **by_shape[0]}
+    _check_nodes(function, grid, node_fields)
     # Only nodes of this rank's cells are in its piece.
     used, connectivity = np.unique(grid.cells, return_inverse=True)
     order = vtk_order(grid.cell_type, grid.degree)
@@ -107,7 +107,8 @@ def write_grid(
         connectivity.reshape(grid.cells.shape)[:, order],
         grid.vtk_type,
         point_fields={
-            name: grid.nodes.append_ghosts(np.asarray(field))[used] for name, field in own.items()
+            name: grid.nodes.append_ghosts(np.asarray(field))[used]
+            for name, field in node_fields.items()
         },
         cell_fields={**cells, **by_shape[1]},
         comm=grid.nodes.comm,
@@ -151,10 +152,10 @@ def _sort_by_shape(
             at_points = all(len(rank) > i and rank[i][0] for rank in ranks)
             at_cells = all(len(rank) > i and rank[i][1] for rank in ranks)
             if at_points == at_cells:
-                found = "fits both" if at_points else "does not fit on all ranks"
+                reason = "fits both" if at_points else "does not fit on all ranks"
                 raise ValueError(
                     f"{function}: expected one row of {name!r} for each own node or for each cell, "
-                    f"got shape {np.shape(field)} on rank {comm.rank}, which {found}. Name the "
+                    f"got shape {np.shape(field)} on rank {comm.rank}, which {reason}. Name the "
                     f"kind: points={{{name!r}: ...}} or cells={{{name!r}: ...}}."
                 )
             (points if at_points else cells)[name] = field
