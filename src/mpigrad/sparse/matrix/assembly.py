@@ -106,8 +106,8 @@ class Assembly:
         staying = np.flatnonzero(owners == comm.rank)
 
         received = [come[rank].reshape(2, -1) for rank in self.neighbors if rank in come]
-        own = np.stack([rows[staying], columns[staying]])
-        i, j = np.concatenate([own, *received], axis=1)
+        local = np.stack([rows[staying], columns[staying]])
+        i, j = np.concatenate([local, *received], axis=1)
         order, _ = row_order(i - starts[comm.rank], j, n_columns)
         first = np.concatenate([[True], ~repeated(i[order], j[order])])[: len(i)]
         self.rows, self.columns = i[order][first], j[order][first]
@@ -413,21 +413,21 @@ def make_stencil(grid: Grid, offsets: Sequence[Sequence[int]]) -> Stencil:
 
 def _checked(grid: Grid, offsets: Any) -> tuple[tuple[int, ...], ...]:
     try:
-        found = tuple(tuple(operator.index(step) for step in offset) for offset in offsets)
+        stencil = tuple(tuple(operator.index(step) for step in offset) for offset in offsets)
     except TypeError:
-        found = ()
+        stencil = ()
     axes = len(grid.shape)
-    if not found or any(len(offset) != axes for offset in found):
+    if not stencil or any(len(offset) != axes for offset in stencil):
         raise TypeError(
             f"Pattern.from_stencil: offsets must be a sequence of {axes} integers each, one for "
             f"each axis of the grid, got {offsets!r}. Give at least one offset."
         )
-    if len(set(found)) != len(found):
-        twice = next(offset for offset in found if found.count(offset) > 1)
+    if len(set(stencil)) != len(stencil):
+        twice = next(offset for offset in stencil if stencil.count(offset) > 1)
         raise ValueError(
             f"Pattern.from_stencil: offset {twice} is given more than once. Leave out one."
         )
-    return found
+    return stencil
 
 
 def _part(cells: slice, n: int, step: int) -> slice:

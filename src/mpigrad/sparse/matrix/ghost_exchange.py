@@ -128,18 +128,18 @@ class GhostExchange:
         self.comm = resolve(comm)
         error: Exception | None = None
         indices = np.zeros(0, np.int64)
-        own = 0
+        n_entries = 0
         try:
-            own = _count(n_local, "GhostExchange")
+            n_entries = _count(n_local, "GhostExchange")
             indices = _indices(needed, "GhostExchange", "needed")
         except (TypeError, ValueError) as problem:
             error = problem
         raise_error(self.comm, error)
 
         sizes = np.zeros(self.comm.size, np.int64)
-        self.comm.mpi.Allgather(np.array([own], np.int64), sizes)
+        self.comm.mpi.Allgather(np.array([n_entries], np.int64), sizes)
         starts = np.concatenate([[0], np.cumsum(sizes)])
-        self.n_local = own
+        self.n_local = n_entries
         self.offset = int(starts[self.comm.rank])
         self.n_global = int(starts[-1])
         outside = indices[(indices < 0) | (indices >= self.n_global)]
@@ -150,10 +150,10 @@ class GhostExchange:
             )
         raise_error(self.comm, error)
 
-        remote = (indices < self.offset) | (indices >= self.offset + own)
+        remote = (indices < self.offset) | (indices >= self.offset + n_entries)
         self.ghosts = np.unique(indices[remote])
         self._needed_position = indices - self.offset
-        self._needed_position[remote] = own + np.searchsorted(self.ghosts, indices[remote])
+        self._needed_position[remote] = n_entries + np.searchsorted(self.ghosts, indices[remote])
 
         # Empty stripes share their start with the next one. `right` finds the rank that owns it.
         owners = np.searchsorted(starts, self.ghosts, side="right") - 1
@@ -219,11 +219,11 @@ class GhostExchange:
             )
         if not self.neighbors:
             return x
-        own, ghosts = _divided(x, n)
+        local, ghosts = _divided(x, n)
         received = neighbor_alltoallv(
             ghosts, self.neighbors, self.recvcounts, self.sendcounts, self.comm
         )
-        return _added(own, self.send_index, received)
+        return _added(local, self.send_index, received)
 
     def exchange(self, x: Any) -> jax.Array:
         """Return the needed entries (collective).
@@ -270,8 +270,8 @@ def ghost_values(ghosts: GhostExchange, x: Any) -> jax.Array | None:
 
 
 @jit_local
-def _joined(own: jax.Array, ghosts: jax.Array) -> jax.Array:
-    return jnp.concatenate([own, ghosts])
+def _joined(local: jax.Array, ghosts: jax.Array) -> jax.Array:
+    return jnp.concatenate([local, ghosts])
 
 
 @jit_local(static_argnames=("n",))
@@ -280,10 +280,10 @@ def _divided(x: jax.Array, n: int) -> tuple[jax.Array, jax.Array]:
 
 
 @jit_local
-def _added(own: jax.Array, index: jax.Array, received: jax.Array) -> jax.Array:
+def _added(local: jax.Array, index: jax.Array, received: jax.Array) -> jax.Array:
     if not len(index):
-        return tie_in(own, received)
-    return own.at[index].add(received, mode="promise_in_bounds")
+        return tie_in(local, received)
+    return local.at[index].add(received, mode="promise_in_bounds")
 
 
 def _count(n_local: Any, name: str, argument: str = "n_local") -> int:

@@ -64,12 +64,12 @@ def eliminate_rows(
             f"{b.shape}. Give a scalar or one value for each entry of b (read in fixed rows only)."
         )
     # One message has the fixed columns and their values.
-    own = _fixed_and_prescribed(fixed, prescribed, shape=b.shape)
-    fixed_columns, known = _divided(pattern.ghosts.local_and_ghost(own))
+    conditions = _fixed_and_prescribed(fixed, prescribed, shape=b.shape)
+    fixed_columns, known = _divided(pattern.ghosts.local_and_ghost(conditions))
     eliminated = apply(pattern, values.astype(dtype), known)
     in_row, in_column = _in_fixed_rows(pattern, fixed), select_columns(pattern, fixed_columns)
     entries = _with_ones(values, in_row, in_column, fixed, *_diagonal(pattern))
-    return entries, _without_fixed(fixed, own, b, eliminated)
+    return entries, _without_fixed(fixed, conditions, b, eliminated)
 
 
 @jit_local(static_argnames=("shape",))
@@ -90,10 +90,10 @@ def _divided(columns: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 @jit_local
 def _without_fixed(
-    fixed: jax.Array, own: jax.Array, b: jax.Array, eliminated: jax.Array
+    fixed: jax.Array, conditions: jax.Array, b: jax.Array, eliminated: jax.Array
 ) -> jax.Array:
     rows = fixed.reshape(len(b), *[1] * (b.ndim - 1))
-    return jnp.where(rows, own[:, 1:].reshape(b.shape), b - eliminated.reshape(b.shape))
+    return jnp.where(rows, conditions[:, 1:].reshape(b.shape), b - eliminated.reshape(b.shape))
 
 
 def _in_fixed_rows(pattern: Pattern, fixed: jax.Array) -> jax.Array:

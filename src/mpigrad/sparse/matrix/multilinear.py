@@ -75,12 +75,12 @@ def multiply_patterns(
     entry to which their product is added.
     """
     meetings = int(np.diff(pool_starts)[position].sum())
-    given = [
+    inputs = [
         np.ascontiguousarray(a, np.int64) for a in (starts, position, pool_starts, pool_columns)
     ]
     product_starts, columns = np.empty(len(starts), np.int64), np.empty(meetings, np.int64)
     target = np.empty(meetings, np.int32)
-    arrays = (*given, product_starts, columns, target)
+    arrays = (*inputs, product_starts, columns, target)
     entries = kernels_library().mpigrad_kernels_multiply_patterns(
         len(starts) - 1, *(a.ctypes.data for a in arrays)
     )
@@ -282,32 +282,32 @@ def contract(
         The first axes of the result. Default: one axis.
     """
     own = as_array(own)
-    given = [own] if first is None else [as_array(first), own]
-    given += [] if rest is None else [as_array(rest)]
+    operands = [own] if first is None else [as_array(first), own]
+    operands += [] if rest is None else [as_array(rest)]
     if is_top_level() and not jax.config.jax_disable_jit:  # type: ignore[attr-defined]
         key = (first is None, rest is None, lead)
         if key not in structure.programs:
             structure.programs[key] = jax.jit(functools.partial(_contract, structure.handle, *key))
-        return structure.programs[key](*given)
-    return _contract(structure.handle, first is None, rest is None, lead, *given)
+        return structure.programs[key](*operands)
+    return _contract(structure.handle, first is None, rest is None, lead, *operands)
 
 
 def _contract(
-    handle: _Handle, no_first: bool, no_rest: bool, lead: tuple[int, ...] | None, *given: Any
+    handle: _Handle, no_first: bool, no_rest: bool, lead: tuple[int, ...] | None, *operands: Any
 ) -> jax.Array:
-    dtype = functools.reduce(jnp.promote_types, (x.dtype for x in given))
-    arrays = [x.astype(dtype) for x in given]
+    dtype = functools.reduce(jnp.promote_types, (x.dtype for x in operands))
+    arrays = [x.astype(dtype) for x in operands]
     first = [] if no_first else [arrays.pop(0).reshape(1, -1, 1)]
-    own = arrays[0]
-    tail = own.shape[1:]
+    local = arrays[0]
+    tail = local.shape[1:]
     rest = jnp.zeros((0, *tail), dtype) if no_rest else arrays[1]
-    if len(own) + len(rest) != handle.sizes[POOL]:
+    if len(local) + len(rest) != handle.sizes[POOL]:
         raise ValueError(
-            f"mpigrad.sparse: got {len(own)} own entries and {len(rest)} ghosts, but the pattern "
+            f"mpigrad.sparse: got {len(local)} own entries and {len(rest)} ghosts, but the pattern "
             f"has {handle.sizes[POOL]} in total. Give this rank's part of the vector."
         )
-    pool = [x.reshape(1, len(x), math.prod(tail)) for x in (own, rest)]
-    (y,) = contract_p.bind(*first, *pool, structure=handle, out=LAST, split=len(own))
+    pool = [x.reshape(1, len(x), math.prod(tail)) for x in (local, rest)]
+    (y,) = contract_p.bind(*first, *pool, structure=handle, out=LAST, split=len(local))
     return y.reshape(*(lead or (handle.sizes[LAST],)), *tail)
 
 

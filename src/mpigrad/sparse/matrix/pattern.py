@@ -104,9 +104,9 @@ class Pattern:
         self.assembly: Assembly | ElementAssembly | Stencil | None = None
         error: Exception | None = None
         i, j = np.zeros(0, np.int64), np.zeros(0, np.int64)
-        own = own_columns = 0
+        own_rows = own_columns = 0
         try:
-            own = own_columns = _count(n_local, "Pattern")
+            own_rows = own_columns = _count(n_local, "Pattern")
             if n_local_columns is not None:
                 own_columns = _count(n_local_columns, "Pattern", "n_local_columns")
             i, j = _indices(rows, "Pattern", "rows"), _indices(columns, "Pattern", "columns")
@@ -121,7 +121,7 @@ class Pattern:
 
         sizes = np.zeros((self.comm.size, 3), np.int64)
         square = n_local_columns is None
-        self.comm.mpi.Allgather(np.array([own, own_columns, square], np.int64), sizes)
+        self.comm.mpi.Allgather(np.array([own_rows, own_columns, square], np.int64), sizes)
         total, wide, squares = (int(n) for n in sizes.sum(0))
         offset, column_offset, _ = (int(n) for n in sizes[: self.comm.rank].sum(0))
         if 0 < squares < self.comm.size:
@@ -145,23 +145,27 @@ class Pattern:
         raise_error(self.comm, error)
 
         self.n_given = len(i)
-        mine = bool(np.all((i >= offset) & (i < offset + own)))
-        order, ordered = row_order(i - offset, j, wide) if mine else (np.zeros(0, np.int64), False)
-        if self.comm.mpi.allreduce(not mine or bool(repeated(i[order], j[order]).any()), MPI.LOR):
+        is_local = bool(np.all((i >= offset) & (i < offset + own_rows)))
+        order, ordered = (
+            row_order(i - offset, j, wide) if is_local else (np.zeros(0, np.int64), False)
+        )
+        if self.comm.mpi.allreduce(
+            not is_local or bool(repeated(i[order], j[order]).any()), MPI.LOR
+        ):
             starts = np.concatenate([[0], np.cumsum(sizes[:, 0])])
             self.assembly = Assembly(self.comm, i, j, starts, wide)
             i, j = self.assembly.rows, self.assembly.columns
             order, ordered = np.arange(len(i)), True
         local = i - offset
-        self.n_rows, self.offset, self.n_local, self.nnz = total, offset, own, len(i)
+        self.n_rows, self.offset, self.n_local, self.nnz = total, offset, own_rows, len(i)
         self.n_columns, self.column_offset = wide, column_offset
         self.n_local_columns = own_columns
         self.is_square = bool(np.all(sizes[:, 0] == sizes[:, 1]))
         self.order, self.is_ordered = order, ordered
         self.rows, self.columns = (local, j) if ordered else (local[order], j[order])
-        counts = np.bincount(self.rows, minlength=own)
+        counts = np.bincount(self.rows, minlength=own_rows)
         self.row_starts = np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
-        self.diagonal = np.full(own, -1, np.int64)
+        self.diagonal = np.full(own_rows, -1, np.int64)
         on_diagonal = self.columns == self.rows + offset
         self.diagonal[self.rows[on_diagonal]] = order[on_diagonal]
         self.ghosts = GhostExchange(own_columns, j, self.comm)
@@ -251,7 +255,7 @@ class Pattern:
             the number of columns, and if `from_coo` raises.
         """
         comm = resolve(comm)
-        error, counts, own = None, np.zeros(0, np.int64), 0
+        error, counts, own_rows = None, np.zeros(0, np.int64), 0
         try:
             starts = _indices(row_starts, "Pattern.from_csr", "row_starts")
             counts = np.diff(starts)
@@ -272,14 +276,14 @@ class Pattern:
                     f"Pattern.from_csr: first_row must be an integer, got {first_row!r}. Give the "
                     "global index of the first row."
                 )
-            own = len(counts) if n_local is None else _count(n_local, "Pattern.from_csr")
+            own_rows = len(counts) if n_local is None else _count(n_local, "Pattern.from_csr")
         except (TypeError, ValueError) as problem:
             error = problem
         raise_error(comm, error)
-        offset = comm.mpi.scan(own) - own
+        offset = comm.mpi.scan(own_rows) - own_rows
         first = offset if first_row is None else first_row
         rows = np.repeat(np.arange(first, first + len(counts)), counts)
-        return cls(rows, columns, own, comm, n_local_columns=n_local_columns)
+        return cls(rows, columns, own_rows, comm, n_local_columns=n_local_columns)
 
     @classmethod
     def from_elements(

@@ -174,11 +174,12 @@ def _plan_sum(a: Pattern, b: Pattern) -> _Union:
                 f"the matrices have shapes ({a.n_rows}, {a.n_columns}) and "
                 f"({b.n_rows}, {b.n_columns}), but must have the same. Give equal shapes."
             )
-        mine, theirs = (a.n_local, a.n_local_columns), (b.n_local, b.n_local_columns)
-        if mine != theirs:
+        sizes_a, sizes_b = (a.n_local, a.n_local_columns), (b.n_local, b.n_local_columns)
+        if sizes_a != sizes_b:
             return (
-                f"rank {a.comm.rank} owns {mine[0]} rows and {mine[1]} columns of the first matrix "
-                f"but {theirs[0]} and {theirs[1]} of the second. Make both with the same stripes."
+                f"rank {a.comm.rank} owns {sizes_a[0]} rows and {sizes_a[1]} columns of the first "
+                f"matrix but {sizes_b[0]} and {sizes_b[1]} of the second. Make both with the same "
+                "stripes."
             )
         return ""
 
@@ -260,13 +261,13 @@ def multiply_matrices(
     message from each neighbour.
     """
     plan = _plan_product(a, b)
-    own = b_values if plan.row_order is None else select(plan.row_order, b_values)
+    local_values = b_values if plan.row_order is None else select(plan.row_order, b_values)
     rest = None
     if plan.neighbors:
         rest = neighbor_alltoallv(
             select(plan.send, b_values), plan.neighbors, plan.sendcounts, plan.recvcounts, a.comm
         )
-    return plan.pattern, contract(plan.pairs, a_values, own, rest)
+    return plan.pattern, contract(plan.pairs, a_values, local_values, rest)
 
 
 def _plan_product(a: Pattern, b: Pattern) -> _Product:
@@ -418,7 +419,7 @@ class _Transposition:
 def _make_transpose(pattern: Pattern) -> _Transposition:
     comm, ghosts, n = pattern.comm, pattern.ghosts, pattern.n_local_columns
     starts, rows, entries = _by_column(pattern)
-    own = int(starts[n])
+    end = int(starts[n])
     # Each ghost column's rows go to its owner, in the order of the ghost exchange.
     going = split_by_counts(np.diff(starts[n:]), ghosts.recvcounts)
     coming = exchange_with_neighbors(
@@ -426,7 +427,7 @@ def _make_transpose(pattern: Pattern) -> _Transposition:
     )
     sendcounts = tuple(int(counts.sum()) for counts in going)
     recvcounts = tuple(int(counts.sum()) for counts in coming)
-    leaving = split_by_counts(rows[own:] + pattern.offset, sendcounts)
+    leaving = split_by_counts(rows[end:] + pattern.offset, sendcounts)
     foreign = exchange_with_neighbors(comm, ghosts.neighbors, leaving, recvcounts, _TRANSPOSE_TASK)
     columns = split_by_counts(ghosts._send, ghosts.sendcounts)
     numbers = split_by_counts(np.arange(sum(recvcounts)) + pattern.nnz, recvcounts)
@@ -436,7 +437,7 @@ def _make_transpose(pattern: Pattern) -> _Transposition:
     own_sizes = np.diff(starts[: n + 1])
     pieces: list[tuple[Any, ...]] = [
         *zip(ghosts.neighbors, columns, coming, foreign, numbers, strict=True),
-        (comm.rank, np.arange(n), own_sizes, rows[:own] + pattern.offset, entries[:own]),
+        (comm.rank, np.arange(n), own_sizes, rows[:end] + pattern.offset, entries[:end]),
     ]
     sizes = np.zeros(n, np.int64)
     for _, column, counts, _, _ in pieces:
@@ -455,7 +456,7 @@ def _make_transpose(pattern: Pattern) -> _Transposition:
         offsets = [tuple(-step for step in offset) for offset in pattern.stencil.offsets]
         result = Pattern.from_stencil(pattern.stencil.grid, offsets)
         source = stored_order(result, source)
-    sent, source = positions(entries[own:]), positions(source)
+    sent, source = positions(entries[end:]), positions(source)
     return _Transposition(result, ghosts.neighbors, sendcounts, recvcounts, sent, source)
 
 

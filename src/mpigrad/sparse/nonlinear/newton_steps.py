@@ -115,10 +115,10 @@ def iterate(
             defect, size = two_norms(A @ probe - product, product, comm=comm)
             wrong = defect > jnp.finfo(dtype).eps ** 0.5 * size
         space = from_orthonormal(null)
-        found = solve(A, r, problem.solver, nullspace=space, throw=False)
-        result = jnp.where(wrong, Result.WRONG_JACOBIAN, found.result).astype(dtype)
-        linear = jnp.stack([result, found.stats["relative_residual"]])
-        return found.value, found.stats["num_steps"], linear
+        solution = solve(A, r, problem.solver, nullspace=space, throw=False)
+        result = jnp.where(wrong, Result.WRONG_JACOBIAN, solution.result).astype(dtype)
+        linear = jnp.stack([result, solution.stats["relative_residual"]])
+        return solution.value, solution.stats["num_steps"], linear
 
     def step(i: _Iterate) -> _Iterate:
         x = i.x - i.t * i.d

@@ -124,11 +124,11 @@ def colouring(pattern: Pattern) -> Colouring:
     """
     if pattern not in _cache:
         colours = _of_stencil(pattern)
-        found = None if colours is None else _checked(pattern, colours)
-        if found is None:
-            found = _checked(pattern, _of_graph(pattern))
-            assert found is not None
-        _cache[pattern] = found
+        result = None if colours is None else _checked(pattern, colours)
+        if result is None:
+            result = _checked(pattern, _of_graph(pattern))
+            assert result is not None
+        _cache[pattern] = result
     return _cache[pattern]
 
 
@@ -236,13 +236,13 @@ class _Graph:
         i, j = i[different], j[different]
 
         # The owner of another rank's column needs the pair.
-        own = (i >= first) & (i < first + self.n)
+        is_local = (i >= first) & (i < first + self.n)
         ends = np.cumsum([0, *ghosts.recvcounts])
         bounds = [ghosts.ghosts[a:b] for a, b in itertools.pairwise(ends)]
         out = []
-        for theirs in bounds:
-            mine = ~own & np.isin(i, theirs)
-            out.append(np.concatenate([i[mine], j[mine]]))
+        for block in bounds:
+            mask = ~is_local & np.isin(i, block)
+            out.append(np.concatenate([i[mask], j[mask]]))
         sizes = [np.array([len(message)]) for message in out]
         counts = exchange_with_neighbors(
             self.comm, ghosts.neighbors, sizes, [1] * len(sizes), _TASK
@@ -251,8 +251,8 @@ class _Graph:
             self.comm, ghosts.neighbors, out, [int(c[0]) for c in counts], _TASK
         )
         halves = [np.split(message, 2) for message in got]
-        i = np.concatenate([i[own], *(half[0] for half in halves)])
-        j = np.concatenate([j[own], *(half[1] for half in halves)])
+        i = np.concatenate([i[is_local], *(half[0] for half in halves)])
+        j = np.concatenate([j[is_local], *(half[1] for half in halves)])
         i, j = _distinct(i, j)
 
         self.exchange = GhostExchange(self.n, j, self.comm)

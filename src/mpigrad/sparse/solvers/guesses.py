@@ -123,12 +123,12 @@ class Guesses:
 
         same = jax.tree.structure(self._vectors) == jax.tree.structure(b)
         if not (same and all(jax.tree.leaves(jax.tree.map(fits, self._vectors, b)))):
-            found = jax.tree.map(
+            types = jax.tree.map(
                 lambda v: f"{jnp.result_type(v)}{list(jnp.shape(v))}", self._vectors
             )
             raise ValueError(
                 f"solve: the guesses in x0 must have vectors {jax.tree.map(expected, b)}, got "
-                f"{found}. Make them with Guesses.empty(b), of a b with the dtype of A x."
+                f"{types}. Make them with Guesses.empty(b), of a b with the dtype of A x."
             )
 
 

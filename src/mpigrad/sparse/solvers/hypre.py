@@ -72,14 +72,14 @@ def check_pfmg(name: str, pattern: Pattern, preconditioner: PFMG) -> None:
 def structured(pattern: Pattern, preconditioner: PFMG, symmetric: bool) -> int:
     """Make a system of a stencil's matrix, preconditioned by PFMG, and return its id."""
     assert pattern.stencil is not None
-    grid, given = pattern.stencil.grid, pattern.stencil.offsets
+    grid, offsets = pattern.stencil.grid, pattern.stencil.offsets
     faces = _has_faces_only(pattern)
     # hypre has no stencils on a line: a line is a plane that is one cell wide.
     axes = max(2, grid.ndim)
     zero = [
         offset
         for offset in (_faces(axes) if faces else itertools.product((-1, 0, 1), repeat=axes))
-        if offset not in {(*[0] * (axes - grid.ndim), *present) for present in given}
+        if offset not in {(*[0] * (axes - grid.ndim), *present) for present in offsets}
     ]
     red_black = faces and preconditioner.relaxation != "jacobi"
     options = _Options(
@@ -97,7 +97,7 @@ def structured(pattern: Pattern, preconditioner: PFMG, symmetric: bool) -> int:
         _hypre_order(grid.shape, 1),
         _hypre_order(lower, 0),
         _hypre_order(upper, 1),
-        np.concatenate([_hypre_order(offset, 0) for offset in (*given, *zero)]),
+        np.concatenate([_hypre_order(offset, 0) for offset in (*offsets, *zero)]),
     ]
     shape, first, last, steps = (ctypes.c_void_p(a.ctypes.data) for a in arrays)
     create = library().mpigrad_hypre_create_structured
@@ -109,7 +109,7 @@ def structured(pattern: Pattern, preconditioner: PFMG, symmetric: bool) -> int:
         shape,
         first,
         last,
-        ctypes.c_int64(len(given)),
+        ctypes.c_int64(len(offsets)),
         ctypes.c_int64(len(zero)),
         steps,
         ctypes.byref(options),

@@ -136,8 +136,8 @@ class LinearSolver(abc.ABC):
     @property
     def backend(self) -> Literal["jax", "hypre", "boxmg"]:
         """Who runs the method: that of the preconditioner."""
-        given = self.preconditioner
-        return given.backend if isinstance(given, Preconditioner) else "jax"
+        preconditioner = self.preconditioner
+        return preconditioner.backend if isinstance(preconditioner, Preconditioner) else "jax"
 
     @property
     def for_function(self) -> LinearSolver:

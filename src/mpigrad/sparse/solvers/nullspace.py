@@ -160,15 +160,15 @@ def from_orthonormal(null: jax.Array) -> NullSpace | None:
     return NullSpace(list(null[0]), list(null[1]) if len(null) > 1 else None, project=True)
 
 
-def _vectors(given: Any, flat: Callable[[Any], jax.Array], size: int, dtype: Any) -> jax.Array:
-    if isinstance(given, str):
-        if given != "constants":
+def _vectors(vectors: Any, flat: Callable[[Any], jax.Array], size: int, dtype: Any) -> jax.Array:
+    if isinstance(vectors, str):
+        if vectors != "constants":
             raise ValueError(
-                f"NullSpace: expected 'constants' or vectors, got {given!r}. Give one vector, or a "
-                "list of vectors."
+                f"NullSpace: expected 'constants' or vectors, got {vectors!r}. Give one vector, or "
+                "a list of vectors."
             )
         return jnp.ones((1, size), dtype)
-    several = given if isinstance(given, list | tuple) else [given]
+    several = vectors if isinstance(vectors, list | tuple) else [vectors]
     if not several:
         raise ValueError(
             "NullSpace: expected at least one vector, got an empty list. Leave it out."
@@ -211,8 +211,8 @@ def into_range(vectors: jax.Array, rows: jax.Array, comm: Communicator) -> jax.A
     """Return `projected`, with zeros for rows of which only rounding is left."""
     rest = projected(vectors, rows, comm)
     sizes = jnp.stack([jnp.max(jnp.abs(v), axis=-1, initial=0) for v in (rest, rows)])
-    left, given = allreduce(sizes, op=MPI.MAX, comm=comm)
-    tiny = left <= 16 * jnp.finfo(rows.dtype).eps * given
+    left, row_sizes = allreduce(sizes, op=MPI.MAX, comm=comm)
+    tiny = left <= 16 * jnp.finfo(rows.dtype).eps * row_sizes
     return jnp.where(tiny[:, None], 0, rest)
 
 

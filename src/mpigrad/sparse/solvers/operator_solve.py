@@ -318,7 +318,7 @@ def _run(
             faults = check_nullspace(null, product, rhs, solver, comm, first, head, throw)
         if singular:
             b = into_range(null[-1:], b[None], comm)[0]
-        given = b
+        right_hand_side = b
         size, up = normalizing([defect[2], largest(b)], comm)
         # A method of the user may have parameters that fit the operator.
         operator = size if solver.judges_residual else jnp.zeros_like(size)
@@ -357,7 +357,7 @@ def _run(
             x = projected(null[:1], x[None], comm)[0]
         if faults is not None:
             x, info = mark_faults(x, info, faults)
-    return x, info, next_vectors(vectors, x, given, info[0]) if len(vectors) else vectors
+    return x, info, next_vectors(vectors, x, right_hand_side, info[0]) if len(vectors) else vectors
 
 
 def _differentiate(

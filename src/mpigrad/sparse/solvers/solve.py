@@ -411,11 +411,11 @@ def _local_and_ghost(pattern: Pattern, x: jax.Array, link: Any, site: int) -> ja
     The message is sent if the carrier is active, also on ranks whose matrix is constant.
     """
     ghosts = pattern.ghosts
-    own = x.T
+    local = x.T
     if not ghosts.neighbors:
-        return own
+        return local
     (received,) = neighbor_alltoallv_p.bind(
-        take(own, ghosts.send_index),
+        take(local, ghosts.send_index),
         link,
         comm=derivative_slot(pattern.comm.slot),  # as `neighbor_alltoallv` does
         site=site,
@@ -424,7 +424,7 @@ def _local_and_ghost(pattern: Pattern, x: jax.Array, link: Any, site: int) -> ja
         sendcounts=ghosts.sendcounts,
         recvcounts=ghosts.recvcounts,
     )
-    return jnp.concatenate([own, received])
+    return jnp.concatenate([local, received])
 
 
 def _product(pattern: Pattern, values: jax.Array, x: jax.Array) -> jax.Array:
