@@ -250,8 +250,8 @@ class Exchange:
         if np.isfinite(squares).all():
             return math.sqrt(math.fsum(squares))
         nonfinite: dict[str, set[int]] = {}
-        for found in self.comm.mpi.allgather(self._named()):
-            for name, ranks in found.items():
+        for by_name in self.comm.mpi.allgather(self._named()):
+            for name, ranks in by_name.items():
                 nonfinite.setdefault(name, set()).update(ranks)
         if not nonfinite:  # squares overflow in the dtype of the numbers
             square = math.fsum(self.comm.mpi.allgather(self._exact_square()))
@@ -274,14 +274,14 @@ class Exchange:
 
     def _named(self) -> dict[str, list[int]]:
         """Return the parameters with non-finite numbers in this rank's parts, with their ranks."""
-        found: dict[str, set[int]] = {}
+        by_name: dict[str, set[int]] = {}
         for bucket, places in self._nonfinite:
             section, start, _ = bucket.place
             for index, ranks in places:
                 at = start + bucket.parts[self.comm.rank].start + index
                 name = self.flat.parameter_at(section, at).name
-                found.setdefault(name, set()).update(ranks)
-        return {name: sorted(ranks) for name, ranks in found.items()}
+                by_name.setdefault(name, set()).update(ranks)
+        return {name: sorted(ranks) for name, ranks in by_name.items()}
 
     def _exact_square(self) -> float:
         with np.errstate(over="ignore"):
@@ -317,17 +317,17 @@ class _Bucket:
         self._rank, size, mpi = comm.rank, comm.size, comm.mpi
         ends = [numbers.size * r // size for r in range(size + 1)]
         self.parts = [slice(a, b) for a, b in itertools.pairwise(ends)]
-        mine = self.parts[self._rank]
+        share = self.parts[self._rank]
         others = [r for r in range(size) if r != self._rank]
         self._pieces: list[NDArray[Any]] = []
         self._copies: list[NDArray[Any]] = []
         for rank, memory in enumerate(memories):
             if memory is None:
-                self._pieces.append(np.empty(mine.stop - mine.start, sent.dtype))
+                self._pieces.append(np.empty(share.stop - share.start, sent.dtype))
             else:
-                self._pieces.append(memory[mine])
+                self._pieces.append(memory[share])
                 if rank != self._rank:
-                    self._copies.append(memory[mine])
+                    self._copies.append(memory[share])
         self.begun = 0.0
         self.collecting = False
 
@@ -335,13 +335,15 @@ class _Bucket:
             reached = memories[rank] is not None
             return [array[: 0 if reached else None].view(np.uint8), MPI.BYTE]
 
-        def requests(got: list[NDArray[Any]], given: list[NDArray[Any]], tag: int) -> list[Any]:
-            made = [mpi.Recv_init(raw(got[r], r), r, tag) for r in others]
-            return made + [mpi.Send_init(raw(given[r], r), r, tag) for r in others]
+        def requests(
+            incoming: list[NDArray[Any]], outgoing: list[NDArray[Any]], tag: int
+        ) -> list[Any]:
+            made = [mpi.Recv_init(raw(incoming[r], r), r, tag) for r in others]
+            return made + [mpi.Send_init(raw(outgoing[r], r), r, tag) for r in others]
 
         parts = [sent[part] for part in self.parts]
         self._collect = requests(self._pieces, parts, 2 * number)
-        self._spread = requests(parts, [sent[mine]] * size, 2 * number + 1)
+        self._spread = requests(parts, [sent[share]] * size, 2 * number + 1)
         self.all_requests = [*self._collect, *self._spread]
 
     def start(self, factor: float) -> None:
@@ -367,8 +369,8 @@ class _Bucket:
     ) -> float:
         """Compute and send this rank's part of the sum, and return its squared two-norm."""
         factor = 1.0 if self.compressed else factor
-        mine = self.sent[self.parts[self._rank]]
-        square = combine(self._pieces, factor, mine, self._copies, nonfinite, factors)
+        share = self.sent[self.parts[self._rank]]
+        square = combine(self._pieces, factor, share, self._copies, nonfinite, factors)
         self.collecting = False
         MPI.Prequest.Startall(self._spread)
         return square

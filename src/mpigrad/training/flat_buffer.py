@@ -74,15 +74,15 @@ class Memory:
         self.bytes[:_TOKEN] = np.frombuffer(token, np.uint8)
         boot = _BOOT.read_text() if _BOOT.exists() else token.hex()
         everybody = comm.mpi.allgather((boot, os.getpid(), self._file, token))
-        found: list[NDArray[np.uint8] | None] = [None] * comm.size
+        memories: list[NDArray[np.uint8] | None] = [None] * comm.size
         for rank, (there, process, file, expected) in enumerate(everybody):
             if rank == comm.rank:
-                found[rank] = self.bytes
+                memories[rank] = self.bytes
             elif there == boot and file >= 0 and self._file >= 0:
-                found[rank] = _opened(process, file, self.bytes.size, expected)
-        seen = comm.mpi.allgather([memory is not None for memory in found])
+                memories[rank] = _opened(process, file, self.bytes.size, expected)
+        seen = comm.mpi.allgather([memory is not None for memory in memories])
         self.bytes[:_TOKEN] = before  # all ranks have read the token
-        return [m if seen[rank][comm.rank] else None for rank, m in enumerate(found)]
+        return [m if seen[rank][comm.rank] else None for rank, m in enumerate(memories)]
 
 
 def _opened(process: int, file: int, size: int, token: bytes) -> NDArray[np.uint8] | None:
@@ -336,9 +336,9 @@ class FlatBuffer:
 
     def section_of(self, memory: NDArray[np.uint8], section: int) -> NDArray[Any]:
         """Return the section in a memory with the layout of this one, such as another rank's."""
-        mine = self.sections[section]
-        offset = mine.ctypes.data - self.memory.bytes.ctypes.data
-        return memory[offset : offset + mine.nbytes].view(mine.dtype)
+        local = self.sections[section]
+        offset = local.ctypes.data - self.memory.bytes.ctypes.data
+        return memory[offset : offset + local.nbytes].view(local.dtype)
 
     def parameter_at(self, section: int, index: int) -> Parameter:
         """Return the parameter that an index of a section belongs to."""

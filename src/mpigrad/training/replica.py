@@ -272,13 +272,13 @@ def synchronize(replica: Replica, comm: Communicator) -> None:
 
 def check_settings(replica: Replica, comm: Communicator) -> None:
     """Raise a ValueError on every rank if the optimizers, or their settings, differ."""
-    own: dict[str, str] = {}
+    local: dict[str, str] = {}
     with raise_on_all_ranks(comm):
-        own = replica.settings()
-    settings = comm.mpi.allgather(own)
-    for rank, theirs in enumerate(settings):
-        for name in {**settings[0], **theirs}:
-            a, b = settings[0].get(name), theirs.get(name)
+        local = replica.settings()
+    settings = comm.mpi.allgather(local)
+    for rank, other in enumerate(settings):
+        for name in {**settings[0], **other}:
+            a, b = settings[0].get(name), other.get(name)
             if a != b:
                 raise ValueError(
                     f"trainer: the optimizer must be the same on all ranks, got {name} = "
@@ -462,15 +462,15 @@ class JaxReplica(Replica):
 
     def load(self, state: bytes) -> None:
         like, structure = jax.tree.flatten((self._parameters, self._state))
-        with np.load(io.BytesIO(state)) as found:
-            if len(found.files) != len(like):
+        with np.load(io.BytesIO(state)) as arrays:
+            if len(arrays.files) != len(like):
                 raise ValueError(
                     f"trainer: the saved state must have {len(like)} arrays for this model and "
-                    f"this optimizer, got {len(found.files)}. Use the saved model and optimizer."
+                    f"this optimizer, got {len(arrays.files)}. Use the saved model and optimizer."
                 )
             leaves = [
-                leaf_from_bytes(found[name], leaf)
-                for name, leaf in zip(found.files, like, strict=True)
+                leaf_from_bytes(arrays[name], leaf)
+                for name, leaf in zip(arrays.files, like, strict=True)
             ]
         self._parameters, self._state = jax.tree.unflatten(structure, leaves)
 

@@ -204,11 +204,11 @@ def raise_step_error(comm: Communicator, error: Exception | None) -> None:
     StepError
         The errors of the other ranks, on a rank without an error.
     """
-    found = gather_errors(comm, error)
+    errors = gather_errors(comm, error)
     if error is not None:
         raise error
-    if found:
-        first, *more = found
+    if errors:
+        first, *more = errors
         others = "".join(f"; rank {e.rank} too: {e.kind}: {e.text}" for e in more)
         raise StepError(
             f"trainer: rank {first.rank} of {comm.size} has failed: {first.kind}: {first.text}"
@@ -291,11 +291,11 @@ def local_parts(extra: Any, comm: Communicator) -> Tree:
 
     A rank reads its own parts. If another count of ranks wrote the save, rank 0 reads all parts.
     """
-    found = {}
+    parts = {}
     for name, sizes in extra["sizes"].items():
         size = sizes[comm.rank] if len(sizes) == comm.size else sum(sizes) * (comm.rank == 0)
-        found[name] = np.empty(size, np.uint8)
-    return found
+        parts[name] = np.empty(size, np.uint8)
+    return parts
 
 
 def restore(
@@ -304,13 +304,13 @@ def restore(
     """Restore the replica and the run (collective) and return records and position of batches."""
     sizes = extra["sizes"]
     same = len(sizes["replica"]) == comm.size
-    own = parts["replica"].tobytes()
-    first = own[: sizes["replica"][0]]
+    state = parts["replica"].tobytes()
+    first = state[: sizes["replica"][0]]
     if not (same and all(sizes["replica"])):  # the save has rank 0's replica only
-        own = bcast_bytes(comm, first)
+        state = bcast_bytes(comm, first)
     position: dict[str, Any] | None = None
     with raise_on_all_ranks(comm):
-        replica.load(own)
+        replica.load(state)
         if same:
             replica.load_random_state(parts["random"].tobytes())
             position = json.loads(parts["batches"].tobytes())
@@ -329,6 +329,6 @@ def restore(
 def _earliest(data: bytes, sizes: list[int]) -> dict[str, Any] | None:
     """Return the position of the rank that had seen the fewest batches."""
     ends = np.cumsum([0, *sizes]).tolist()
-    found = [json.loads(data[a:b]) for a, b in itertools.pairwise(ends)]
-    known = [position for position in found if position is not None]
+    positions = [json.loads(data[a:b]) for a, b in itertools.pairwise(ends)]
+    known = [position for position in positions if position is not None]
     return min(known, key=lambda p: (p["epoch"], p["batch"]), default=None)

@@ -258,9 +258,11 @@ class SynchronousRun(Run):
 
     def _tell(self, loss: float, error: Exception | None) -> Any:
         """Gather the reports of all ranks at the end of a step, shape (ranks, 4)."""
-        mine = np.array([loss, error is not None, self._exchange.square, len(self.replica.unused)])
-        everybody = np.empty((self.comm.size, mine.size))
-        self.comm.mpi.Allgather(mine, everybody)
+        report = np.array(
+            [loss, error is not None, self._exchange.square, len(self.replica.unused)]
+        )
+        everybody = np.empty((self.comm.size, report.size))
+        self.comm.mpi.Allgather(report, everybody)
         return everybody
 
     def _check(self, error: Exception | None, reports: Any, weights: Any, marks: Any) -> None:
@@ -278,10 +280,10 @@ class SynchronousRun(Run):
         """Return the parameters on which no rank's loss depends."""
         if not reports[:, _UNUSED].all():
             return frozenset()
-        mine = np.zeros(len(self.replica.parameters), np.uint8)
-        mine[list(self.replica.unused)] = 1
-        self.comm.mpi.Allreduce(MPI.IN_PLACE, mine, MPI.MIN)
-        return frozenset(np.flatnonzero(mine).tolist())
+        is_unused = np.zeros(len(self.replica.parameters), np.uint8)
+        is_unused[list(self.replica.unused)] = 1
+        self.comm.mpi.Allreduce(MPI.IN_PLACE, is_unused, MPI.MIN)
+        return frozenset(np.flatnonzero(is_unused).tolist())
 
     def _arrange(self, root: int) -> None:
         """Lay gradients out after the first step, in their order of completion on the root."""
@@ -425,9 +427,9 @@ class LocalRun(Run):
     def _mean(self, error: Exception | None, ended: bool) -> StepRecord | None:
         """Average the parameters, or return None if all batches have ended and no step was made."""
         begun = time.perf_counter()
-        mine = np.array([self._weight, self._loss, self._steps, ended, error is not None])
-        reports = np.empty((self.comm.size, mine.size))
-        self.comm.mpi.Allgather(mine, reports)
+        report = np.array([self._weight, self._loss, self._steps, ended, error is not None])
+        reports = np.empty((self.comm.size, report.size))
+        self.comm.mpi.Allgather(report, reports)
         if reports[:, _LOCAL_FAILED].any():  # other ranks keep their steps until the next mean
             raise_step_error(self.comm, error)
         if reports[:, _ENDED].all() and not reports[:, _STEPS].any():
@@ -441,10 +443,10 @@ class LocalRun(Run):
             )
         step = self.step_number + int(reports[:, _STEPS].max())
         if self.comm.size > 1:
-            self._average(step, mine[_WEIGHT] / total)
-        elif not math.isfinite(mine[_LOCAL_LOSS]):
+            self._average(step, report[_WEIGHT] / total)
+        elif not math.isfinite(report[_LOCAL_LOSS]):
             raise FloatingPointError(
-                f"trainer: after step {step} the loss is {mine[_LOCAL_LOSS]}. Use a "
+                f"trainer: after step {step} the loss is {report[_LOCAL_LOSS]}. Use a "
                 "smaller learning rate."
             )
         self.step_number = step

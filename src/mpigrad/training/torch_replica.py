@@ -208,20 +208,20 @@ class TorchReplica(Replica):
 
     def settings(self) -> dict[str, str]:
         names = {id(p): n for n, p in self._module.named_parameters()}
-        found = {"the class": type(self._optimizer).__name__}
+        settings = {"the class": type(self._optimizer).__name__}
         for number, group in enumerate(self._optimizer.param_groups):
-            found[f"params of group {number}"] = ", ".join(names[id(p)] for p in group["params"])
+            settings[f"params of group {number}"] = ", ".join(names[id(p)] for p in group["params"])
             for key, value in _numbers(group).items():
-                found[f"{key} of group {number}"] = str(value)
-        return found
+                settings[f"{key} of group {number}"] = str(value)
+        return settings
 
     def checksum(self) -> int:
         groups = [_numbers(group) for group in self._optimizer.param_groups]
         return zlib.crc32(str(groups).encode())
 
     def buffers(self) -> bytes:
-        found = self._buffers()
-        return _written(found) if found else b""
+        buffers = self._buffers()
+        return _written(buffers) if buffers else b""
 
     def _buffers(self) -> dict[str, torch.Tensor]:
         """Return the persistent buffers, without caches whose shapes may differ between ranks."""
@@ -251,15 +251,15 @@ class TorchReplica(Replica):
         return _written({"module": self._module.state_dict(), "optimizer": optimizer})
 
     def load(self, state: bytes) -> None:
-        found = _read(state)
-        there, here = found["optimizer"].pop("class"), type(self._optimizer).__name__
+        contents = _read(state)
+        there, here = contents["optimizer"].pop("class"), type(self._optimizer).__name__
         if there != here:
             raise ValueError(
                 f"trainer: the saved state belongs to the optimizer {there}, but this trainer has "
                 f"{here}. Use the saved optimizer."
             )
-        self._module.load_state_dict(found["module"])
-        self._optimizer.load_state_dict(found["optimizer"])
+        self._module.load_state_dict(contents["module"])
+        self._optimizer.load_state_dict(contents["optimizer"])
 
     def random_state(self) -> bytes:
         states = [torch.get_rng_state()]

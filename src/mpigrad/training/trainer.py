@@ -108,8 +108,8 @@ def _space(comm: Communicator) -> Communicator:
 
 def _replica(model: Any, optimizer: Any, loss: Any, weight: Any) -> Replica:
     if isinstance(model, Replica):
-        given = {"optimizer": optimizer, "loss": loss, "weight": weight}
-        for name, value in given.items():
+        arguments = {"optimizer": optimizer, "loss": loss, "weight": weight}
+        for name, value in arguments.items():
             if value is not None:
                 raise TypeError(
                     f"trainer: {name} has no effect with a Replica, got {value!r}. Leave {name} "
@@ -273,12 +273,12 @@ class Trainer:
         session = _Session(self, steps, callback)
         with contextlib.ExitStack() as stack:
             if checkpoint is not None:
-                own = os.path.abspath(checkpoint.directory) in self._saved_in
-                if own:
+                is_own_save = os.path.abspath(checkpoint.directory) in self._saved_in
+                if is_own_save:
                     checkpoint = dataclasses.replace(checkpoint, resume=True, overwrite=False)
                 begun = checkpoint.start(self.comm, self._run.step_number)
                 session.saving = stack.enter_context(begun)
-                if not own:
+                if not is_own_save:
                     self._restored(session.saving)
             with raise_on_all_ranks(self.comm):
                 if self._batches is not None and self._position is not None:
@@ -330,8 +330,10 @@ class Trainer:
                 "Trainer.save: cannot be called in the callback of a parameter server, because the "
                 "other ranks do not call it. Pass checkpoint= to run."
             )
-        own = os.path.abspath(directory) in self._saved_in
-        store = Store(directory, self.comm, resume=own, overwrite=overwrite and not own)
+        is_own_save = os.path.abspath(directory) in self._saved_in
+        store = Store(
+            directory, self.comm, resume=is_own_save, overwrite=overwrite and not is_own_save
+        )
         store.forbid_earlier_run("Trainer.save", resume="trainer.resume(directory)")
         return self._saved(store)
 
