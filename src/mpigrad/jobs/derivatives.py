@@ -135,8 +135,8 @@ class _Program:
         s = _flat([xs[i] for i in of_params])
         a_dot, kept = a_by_s @ s, []
         for b, (a_by_m, k_by_s, k_by_m) in enumerate(by_buckets):
-            own = [xs[self.n_params + b * self.n_item_params + i] for i in of_item_params]
-            m = jax.vmap(_flat)(own, k_by_m)
+            item_tangents = [xs[self.n_params + b * self.n_item_params + i] for i in of_item_params]
+            m = jax.vmap(_flat)(item_tangents, k_by_m)
             a_dot = a_dot + jnp.einsum("nij,nj->i", a_by_m, m)
             k_dot = k_by_s @ s + jnp.einsum("nij,nj->ni", k_by_m, m)
             kept.append(_shaped(k_dot, self.types[b][1]))
@@ -154,8 +154,10 @@ class _Program:
         """Return the results for a batch, and the position of the batch axis in each."""
         flags = [d is not None for d in dims]
         of_params = tuple(flags[: self.n_params])
-        own = [flags[self.n_params + i :: self.n_item_params] for i in range(self.n_item_params)]
-        of_item_params = tuple(any(flag) for flag in own)
+        item_flags = [
+            flags[self.n_params + i :: self.n_item_params] for i in range(self.n_item_params)
+        ]
+        of_item_params = tuple(any(flag) for flag in item_flags)
         moved = []
         for i, (x, d) in enumerate(zip(args, dims, strict=True)):
             if i < self.n_params:
@@ -265,14 +267,14 @@ class _AndJacobian:
         m, unravel_m = ravel_pytree([item_leaves[i] for i in self.of_item_params])
 
         def vectors(s: Any, m: Any) -> tuple[Any, Any]:
-            ours, own = list(params_leaves), list(item_leaves)
+            new_params, new_items = list(params_leaves), list(item_leaves)
             for i, x in zip(self.of_params, unravel_s(s), strict=True):
-                ours[i] = x
+                new_params[i] = x
             for i, x in zip(self.of_item_params, unravel_m(m), strict=True):
-                own[i] = x
+                new_items[i] = x
             added, kept = self.job(
-                jax.tree.unflatten(params_structure, ours),
-                jax.tree.unflatten(item_structure, own),
+                jax.tree.unflatten(params_structure, new_params),
+                jax.tree.unflatten(item_structure, new_items),
                 item,
             )
             return ravel_pytree(added)[0], ravel_pytree(kept)[0]
@@ -298,12 +300,12 @@ def _by_rows(f: Callable[..., Any], *xs: Any) -> tuple[Any, Any]:
     """Return f(*xs), a pair of vectors, and its Jacobians by reverse mode."""
     y, pull_back = jax.vjp(f, *xs)
     jacobians = []
-    for i, own in enumerate(y):
-        if own.size == 0:
+    for i, part in enumerate(y):
+        if part.size == 0:
             jacobians.append(tuple(jnp.zeros((0, x.size), x.dtype) for x in xs))
             continue
-        seeds = [jnp.zeros((own.size, v.size), v.dtype) for v in y]
-        seeds[i] = jnp.eye(own.size, dtype=own.dtype)
+        seeds = [jnp.zeros((part.size, v.size), v.dtype) for v in y]
+        seeds[i] = jnp.eye(part.size, dtype=part.dtype)
         jacobians.append(jax.vmap(pull_back)(tuple(seeds)))
     return y, tuple(jacobians)
 

@@ -104,15 +104,15 @@ def evaluate_dynamically(
 ) -> tuple[Any, list[Any]]:
     """Compute `job` for all items, as `evaluate` does, but without derivatives."""
     evaluation = queue.begin(jnp.zeros(1, "int32"), comm)[0]
-    found: list[Any] = []
+    outputs: list[Any] = []
     finite, inputs, structures = [], [], []
-    for b, (bucket, own) in enumerate(zip(data.buckets, by_bucket, strict=True)):
-        types = result_types(job, bucket, params, own)
+    for b, (bucket, bucket_params) in enumerate(zip(data.buckets, by_bucket, strict=True)):
+        types = result_types(job, bucket, params, bucket_params)
         added, kept = types
         structures.append(jax.tree.structure(types))
         shapes = [(x.shape, x.dtype) for x in jax.tree.leaves(added)]
         shapes += [((bucket.block, *x.shape), x.dtype) for x in jax.tree.leaves(kept)]
-        item_params = jax.tree.map(lambda x, p=bucket.places: rows(x, p), own)
+        item_params = jax.tree.map(lambda x, p=bucket.places: rows(x, p), bucket_params)
         inputs.append(item_params)
         operands = (
             item_params,
@@ -138,9 +138,9 @@ def evaluate_dynamically(
         _, buffers, ok = jax.lax.while_loop(
             lambda state, n=bucket.blocks: state[0] < n, step, start
         )
-        found += buffers
+        outputs += buffers
         finite.append(ok)
-    results = assembled(data.buckets, structures, sealed(_merged(found, comm)))
+    results = assembled(data.buckets, structures, sealed(_merged(outputs, comm)))
     if log is not None:
         blocks = [np.arange(bucket.blocks) for bucket in data.buckets]
         end_with(log, data, comm, blocks, jax.tree.leaves(results), finite, params, inputs)

@@ -283,7 +283,7 @@ def evaluate(
     ]
     own_copies, own_jobs = sealed((_own(assignment, copies), _own(assignment, spread)))
     own_spread = iter(own_jobs)
-    found: list[Leaf] = []
+    block_leaves: list[Leaf] = []
     structures, finite, inputs = [], [], []
     first = 0
     for b, (bucket, (leaves, structure)) in enumerate(zip(buckets, flat, strict=True)):
@@ -296,7 +296,7 @@ def evaluate(
             empty = [(0, *x.shape) for x in jax.tree.leaves(added)]
             empty += [(0, bucket.block, *x.shape) for x in jax.tree.leaves(kept)]
             dtypes = [x.dtype for x in jax.tree.leaves(types)]
-            found += [(b, jnp.zeros(s, d)) for s, d in zip(empty, dtypes, strict=True)]
+            block_leaves += [(b, jnp.zeros(s, d)) for s, d in zip(empty, dtypes, strict=True)]
             finite.append(jnp.ones((0, bucket.block), bool))
             continue
 
@@ -328,13 +328,13 @@ def evaluate(
         )
         first += len(blocks)
         structures.append(found_structure[0])
-        found += [(b, x) for x in results]
+        block_leaves += [(b, x) for x in results]
         finite.append(ok)
-    everything = sealed(_everywhere(assignment, found, [*own_copies, *own_jobs]))
+    everything = sealed(_everywhere(assignment, block_leaves, [*own_copies, *own_jobs]))
     results = assembled(buckets, structures, everything)
     if log is not None and assignment.comm is not None:
-        leaves, own = jax.tree.leaves(results), assignment.blocks[assignment.rank]
-        end_with(log, data, assignment.comm, own, leaves, finite, params, inputs)
+        leaves, local_blocks = jax.tree.leaves(results), assignment.blocks[assignment.rank]
+        end_with(log, data, assignment.comm, local_blocks, leaves, finite, params, inputs)
     return results
 
 
@@ -345,8 +345,8 @@ def assembled(
     rest = iter(leaves)
     sums, kept = [], []
     for bucket, structure in zip(buckets, structures, strict=True):
-        own = [next(rest) for _ in range(structure.num_leaves)]
-        of_blocks, of_jobs = jax.tree.unflatten(structure, own)
+        bucket_leaves = [next(rest) for _ in range(structure.num_leaves)]
+        of_blocks, of_jobs = jax.tree.unflatten(structure, bucket_leaves)
         sums.append(of_blocks)
         n = len(bucket.jobs)
         kept.append(jax.tree.map(lambda x, n=n: jax.lax.collapse(x, 0, 2)[:n], of_jobs))

@@ -226,7 +226,7 @@ def end_with(
     )
     types = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), operands)
     rank = comm.rank
-    ids = [b.jobs[b.places[own]] for b, own in zip(data.buckets, blocks, strict=True)]
+    ids = [b.jobs[b.places[indices]] for b, indices in zip(data.buckets, blocks, strict=True)]
 
     def collect_failures(raw: np.ndarray, mpi: MPI.Intracomm) -> np.ndarray:
         flags, params, item_params = _from_bytes(raw, types)

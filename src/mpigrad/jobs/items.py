@@ -393,20 +393,20 @@ def _leaf(leaf: Any, number: int) -> np.ndarray:
 
 
 def _digest(leaves: Sequence[np.ndarray]) -> bytes:
-    found = hashlib.blake2b(digest_size=16)
+    hasher = hashlib.blake2b(digest_size=16)
     for leaf in leaves:
-        found.update(f"{leaf.shape} {leaf.dtype};".encode())
-        found.update(np.ascontiguousarray(leaf).tobytes())
-    return found.digest()
+        hasher.update(f"{leaf.shape} {leaf.dtype};".encode())
+        hasher.update(np.ascontiguousarray(leaf).tobytes())
+    return hasher.digest()
 
 
 def _digest_of_plan(plan: _Plan) -> bytes:
-    found = hashlib.blake2b(b"".join(plan.digests) + plan.owners.tobytes(), digest_size=16)
-    found.update(bytes([plan.everywhere, plan.dynamic]))
+    hasher = hashlib.blake2b(b"".join(plan.digests) + plan.owners.tobytes(), digest_size=16)
+    hasher.update(bytes([plan.everywhere, plan.dynamic]))
     for bucket in plan.buckets:
-        found.update(repr((jax.tree.structure(bucket.skeleton), bucket.leaves)).encode())
-        found.update(bucket.jobs.tobytes())
-    return found.digest()
+        hasher.update(repr((jax.tree.structure(bucket.skeleton), bucket.leaves)).encode())
+        hasher.update(bucket.jobs.tobytes())
+    return hasher.digest()
 
 
 # ---- Blocks of jobs: the unit of `vmap`, of schedules and of sums ----
@@ -466,10 +466,10 @@ def result_types(
     `item_params` has a leading axis over jobs.
     """
     items = bucket.item([jax.ShapeDtypeStruct(s, d) for s, d in bucket.leaves])
-    own = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), item_params)
+    job_params = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), item_params)
     index = jax.ShapeDtypeStruct((), "int32")
     program, types = jax.make_jaxpr(lambda *operands: traced(job, *operands), return_shape=True)(
-        params, own, items, index
+        params, job_params, items, index
     )
     # The cotangents of other ranks' jobs would never arrive at a traced value from outside.
     if not inside_job() and any(isinstance(x, Tracer) for x in program.consts):

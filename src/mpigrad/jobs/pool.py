@@ -410,10 +410,10 @@ class Pool:
             for b, bucket in enumerate(data.buckets):
                 for block in data.owned(bucket, self.comm.rank):
                     jobs = bucket.jobs[bucket.places[block]]
-                    own = jax.tree.map(lambda x, jobs=jobs: x[jobs], item_params)
+                    block_params = jax.tree.map(lambda x, jobs=jobs: x[jobs], item_params)
                     item = bucket.item([x[0] for x in data.stacked(b, np.array([block]))])
                     counts = bucket.counts[block]
-                    operands = params, own, item, counts, jobs.astype("int32")
+                    operands = params, block_params, item, counts, jobs.astype("int32")
                     jax.block_until_ready(compiled(*operands))  # compiles
                     best = min(_seconds(compiled, operands) for _ in range(2))
                     seconds[jobs[counts]] = best / counts.sum()
