@@ -46,13 +46,13 @@ def vectors_of_bounds(unknowns: Unknowns, bounds: Any, method: str) -> Limits:
     `bounds` is None or (lower, upper). Each is None or a pytree prefix of the unknowns with floats
     and arrays.
     """
-    found = [unknowns.vector(tree) for tree in _trees(unknowns, bounds, method)]
-    return found[0], found[1]
+    limits = [unknowns.vector(tree) for tree in _trees(unknowns, bounds, method)]
+    return limits[0], limits[1]
 
 
 def _trees(unknowns: Unknowns, bounds: Any, method: str) -> list[Any]:
     example = jax.tree.unflatten(unknowns.structure, unknowns.shapes)
-    found = []
+    trees = []
     for bound, none in zip(bounds or (None, None), (-np.inf, np.inf), strict=True):
         try:
             spread = jax.tree.broadcast(none if bound is None else bound, example)
@@ -67,8 +67,8 @@ def _trees(unknowns: Unknowns, bounds: Any, method: str) -> list[Any]:
                 f"{method}: bounds do not fit the unknowns ({first}). Give (lower, upper), each a "
                 "float, an array or a pytree prefix of x0."
             ) from error
-        found.append(whole)
-    return found
+        trees.append(whole)
+    return trees
 
 
 def check_pair(bounds: Any, method: str) -> None:

@@ -167,11 +167,11 @@ class LBFGSB(Method):
         return LBFGSBState(vector, vector, False, False, False, pairs, False, False, False)  # type: ignore[arg-type]
 
     def _limits(self, objective: Objective) -> Limits:
-        found = getattr(objective, "method_data", None)
-        if found is None:
-            found = vectors_of_bounds(objective.unknowns, self.bounds, "LBFGSB")
-            objective.method_data = found
-        return found  # type: ignore[no-any-return]
+        limits = getattr(objective, "method_data", None)
+        if limits is None:
+            limits = vectors_of_bounds(objective.unknowns, self.bounds, "LBFGSB")
+            objective.method_data = limits
+        return limits  # type: ignore[no-any-return]
 
     def _trial(self, unknowns: Unknowns, state: LBFGSBState, limits: Limits) -> Trial | None:
         """Return the search direction, or None if the model gives no descent."""

@@ -238,13 +238,13 @@ def communicator_of(f: Any, comm: Communicator | None, function: str) -> Communi
     """Return the communicator of a run, that of f if it is an Objective."""
     if not isinstance(f, Objective):
         return resolve(comm)
-    own = f.unknowns.comm
-    if comm is not None and comm.slot != own.slot:
+    communicator = f.unknowns.comm
+    if comm is not None and comm.slot != communicator.slot:
         raise ValueError(
             f"{function}: comm has no effect with an Objective, which has its own communicator. "
             "Leave comm out."
         )
-    return own
+    return communicator
 
 
 class _Unevaluated:

@@ -107,8 +107,8 @@ def multi_start(
         f = Objective(f, starts[0], residuals=method.residuals, comm=comm, **about)
     solutions: list[Solution | None] = []
     for index, x0 in enumerate(starts):
-        own = numbered_settings(settings, index)
-        solution = minimize(f, x0, method, comm=comm, throw=False, **own)
+        start_settings = numbered_settings(settings, index)
+        solution = minimize(f, x0, method, comm=comm, throw=False, **start_settings)
         no_start = solution.result is Result.NOT_FINITE and solution.stats["num_steps"] == 0
         solutions.append(None if no_start else solution)
         if solution.stats["interrupted"]:
@@ -128,14 +128,16 @@ def _loss(solution: Solution) -> float:
 
 def numbered_settings(settings: dict[str, Any], index: int) -> dict[str, Any]:
     """Return the settings of one of several minimisations, with files of its own."""
-    own = dict(settings)
-    if own.get("history") is not None:
-        path = pathlib.Path(own["history"])
-        own["history"] = path.with_stem(f"{path.stem}-{index}")
-    if own.get("checkpoint") is not None:
-        directory = pathlib.Path(own["checkpoint"].directory) / str(index)
-        own["checkpoint"] = dataclasses.replace(own["checkpoint"], directory=directory)
-    return own
+    run_settings = dict(settings)
+    if run_settings.get("history") is not None:
+        path = pathlib.Path(run_settings["history"])
+        run_settings["history"] = path.with_stem(f"{path.stem}-{index}")
+    if run_settings.get("checkpoint") is not None:
+        directory = pathlib.Path(run_settings["checkpoint"].directory) / str(index)
+        run_settings["checkpoint"] = dataclasses.replace(
+            run_settings["checkpoint"], directory=directory
+        )
+    return run_settings
 
 
 # ---- Minimisation of one objective after the other, each from the solution of the one before
@@ -210,9 +212,9 @@ def continuation(
         x = solutions[-1].value if solutions else x0
         if solutions and transfer is not None:
             x = transfer(index, x)
-        own = None if isinstance(f, Objective) else comm  # an Objective has its own
+        stage_comm = None if isinstance(f, Objective) else comm  # an Objective has its own
         try:
-            solution = minimize(f, x, each, comm=own, **numbered_settings(settings, index))
+            solution = minimize(f, x, each, comm=stage_comm, **numbered_settings(settings, index))
         except MinimizeError as error:
             error.earlier = tuple(solutions)
             raise

@@ -142,8 +142,8 @@ class Objective(ProgramCache):
         self._first_guesses = guesses if guesses is None else jax.tree.map(jnp.asarray, guesses)
         self.restart_guesses()
 
-        def share(replicated: Any, own: Any, guesses: Any, batch: Any, adjoint: Any) -> Any:
-            out, after = self._call(unknowns.unite(replicated, own), batch, guesses)
+        def share(replicated: Any, local: Any, guesses: Any, batch: Any, adjoint: Any) -> Any:
+            out, after = self._call(unknowns.unite(replicated, local), batch, guesses)
             value = _half_squares(out) if residuals else out
             if guesses is None:
                 return value, (value, None)
@@ -239,8 +239,8 @@ class Objective(ProgramCache):
 
         none = self._no_guesses()
 
-        def gradient(replicated: Any, own: Any) -> Any:
-            return self._gradient(replicated, own, none, batch, none)[0][:2]
+        def gradient(replicated: Any, local: Any) -> Any:
+            return self._gradient(replicated, local, none, batch, none)[0][:2]
 
         _, derivative = linearize(gradient, *unknowns.split(x))
         return lambda v: unknowns.join(*derivative(*unknowns.split(v)))
@@ -252,8 +252,8 @@ class Objective(ProgramCache):
         unknowns = self.unknowns
         once = self.loss == "share" or unknowns.comm.rank == 0
 
-        def residual(replicated: Any, own: Any) -> Any:
-            return self._call(unknowns.unite(replicated, own), batch, self._no_guesses())[0]
+        def residual(replicated: Any, local: Any) -> Any:
+            return self._call(unknowns.unite(replicated, local), batch, self._no_guesses())[0]
 
         at = unknowns.split(x)
         _, forward = linearize(residual, *at)
@@ -263,8 +263,8 @@ class Objective(ProgramCache):
             moved = forward(*unknowns.split(v))
             if not once:  # replicated residuals count on rank 0 only
                 moved = jax.tree.map(jnp.zeros_like, moved)
-            replicated, own = backward(moved)
-            return unknowns.join(unknowns.sum(replicated) if replicated else [], own)
+            replicated, local = backward(moved)
+            return unknowns.join(unknowns.sum(replicated) if replicated else [], local)
 
         return product
 

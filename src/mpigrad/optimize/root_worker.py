@@ -289,25 +289,25 @@ def root_objective(
 
 def _programs(
     f: Callable[[Any], Any] | None,
-    given: Callable[[Any], tuple[Any, Any]] | None,
+    rule: Callable[[Any], tuple[Any, Any]] | None,
     loss: Loss,
     comm: Communicator,
 ) -> dict[_Request, Callable[..., Any]]:
     """Return the function that every rank runs for each request."""
-    both = given or value_and_grad(f, loss=loss, replicated=0, comm=comm)  # type: ignore[arg-type]
+    both = rule or value_and_grad(f, loss=loss, replicated=0, comm=comm)  # type: ignore[arg-type]
 
     def value(x: Any) -> Any:
         if f is None:
             return both(x)[0]
-        own = f(x)
-        return own if loss == "replicated" else bcast(reduce(own, root=0, comm=comm), 0, comm)
+        share = f(x)
+        return share if loss == "replicated" else bcast(reduce(share, root=0, comm=comm), 0, comm)
 
     def product(x: Any, p: Any) -> Any:
         return jvp(lambda y: both(y)[1], (x,), (p,))[1]  # forward over reverse
 
     return {
         _Request.VALUE: value if f is None else jit(value),
-        _Request.GRADIENT: given or jit(both),
+        _Request.GRADIENT: rule or jit(both),
         _Request.PRODUCT: jit(product),
     }
 

@@ -319,11 +319,11 @@ class Unknowns(ProgramCache):
 
     def check_like(self, tree: Any, name: str) -> None:
         """Raise an error unless `tree` has the structure, shapes and dtypes of the unknowns."""
-        found = jax.tree.structure(tree)
-        if found != self.structure:
+        structure = jax.tree.structure(tree)
+        if structure != self.structure:
             raise ValueError(
-                f"minimize: {name} has the structure {found}, but the unknowns have the structure "
-                f"{self.structure}. Give the same structure."
+                f"minimize: {name} has the structure {structure}, but the unknowns have the "
+                f"structure {self.structure}. Give the same structure."
             )
         for shape, leaf in zip(self.shapes, jax.tree.leaves(tree), strict=True):
             other = jnp.shape(leaf), jnp.result_type(leaf)
