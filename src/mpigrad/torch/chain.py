@@ -204,10 +204,10 @@ def _with_head(
     ranks may depend on them.
     """
     roots = _tuple(outputs)
-    given: Sequence[Any] = _tuple(seeds) if seeds is not None else (None,) * len(roots)
+    cotangents: Sequence[Any] = _tuple(seeds) if seeds is not None else (None,) * len(roots)
     pairs: list[tuple[Any, Any]] = [
         (root, seed)
-        for root, seed in zip(roots, given, strict=True)
+        for root, seed in zip(roots, cotangents, strict=True)
         if not isinstance(root, torch.Tensor) or root.requires_grad
     ]
     # With create_graph the backward pass is the next part of the chain.

@@ -168,9 +168,9 @@ def reduced(
     elif name == "reduce_scatter":
         rows = operations["alltoall"](x, comm)
     elif name == "reduce_scatterv":
-        own = check_counts("reduce_scatterv: counts", counts, comm)[comm.rank]
-        rows = operations["alltoallv"](x, counts, (own,) * comm.size, comm)
-        rows = jax.tree.map(lambda r: r.reshape(comm.size, own, *r.shape[1:]), rows)
+        n_rows = check_counts("reduce_scatterv: counts", counts, comm)[comm.rank]
+        rows = operations["alltoallv"](x, counts, (n_rows,) * comm.size, comm)
+        rows = jax.tree.map(lambda r: r.reshape(comm.size, n_rows, *r.shape[1:]), rows)
     else:
         rows = operations["allgather"](x, comm)
 
@@ -235,19 +235,19 @@ def _on_tensors(native: Callable[P, Any]) -> Callable[P, Any]:
     def operation(*args: Any, **kwargs: Any) -> Any:
         if len(args) > len(names) or not signature.parameters.keys() >= kwargs.keys():
             signature.bind(*args, **kwargs)  # raises
-        given = dict(zip(names, args, strict=False), **kwargs)
+        arguments = dict(zip(names, args, strict=False), **kwargs)
         if "comm" in names:
-            given["comm"] = resolve(given.get("comm"))
-        for name, value in given.items():
+            arguments["comm"] = resolve(arguments.get("comm"))
+        for name, value in arguments.items():
             if type(value) is torch.Tensor:
                 continue
             if name in _DATA:
-                given[name] = _data(name, value)
+                arguments[name] = _data(name, value)
             elif name in _INTEGERS:
-                given[name] = _integers(value)
-        if isinstance(given.get("op"), Reduction):
-            return reduced(native.__name__, _OPERATIONS, **given)
-        return _send(native, given)
+                arguments[name] = _integers(value)
+        if isinstance(arguments.get("op"), Reduction):
+            return reduced(native.__name__, _OPERATIONS, **arguments)
+        return _send(native, arguments)
 
     operation = functools.wraps(native)(eagerly(operation))
     _OPERATIONS[native.__name__] = operation
@@ -257,17 +257,17 @@ def _on_tensors(native: Callable[P, Any]) -> Callable[P, Any]:
 _OPERATIONS: dict[str, Callable[..., Any]] = {}
 
 
-def _send(native: Callable[..., Any], given: dict[str, Any], known: Any = None) -> Any:
+def _send(native: Callable[..., Any], arguments: dict[str, Any], known: Any = None) -> Any:
     """Run an operation, or record only its derivatives if its results are `known`."""
-    map_, tensors, structure = _prepare(native, given)
+    map_, tensors, structure = _prepare(native, arguments)
     return jax.tree.unflatten(structure, apply(map_, tensors, known))
 
 
 def _prepare(
-    native: Callable[..., Any], given: dict[str, Any]
+    native: Callable[..., Any], arguments: dict[str, Any]
 ) -> tuple[Map, list[torch.Tensor], Any]:
     """Return the map of an operation, its operands, and the structure of its results."""
-    leaves, structure = jax.tree.flatten(given)
+    leaves, structure = jax.tree.flatten(arguments)
     tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
     fixed = tuple(_TENSOR if isinstance(leaf, torch.Tensor) else _Fixed(leaf) for leaf in leaves)
     types = tuple(type_of(x) for x in tensors)
@@ -310,9 +310,9 @@ def _map(
         results.append(result_structure)
         return tuple(out)
 
-    given = jax.tree.unflatten(structure, [None if f is _TENSOR else f.value for f in fixed])
+    arguments = jax.tree.unflatten(structure, [None if f is _TENSOR else f.value for f in fixed])
     structs = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in types]
-    linear = given.get("op", MPI.SUM) == MPI.SUM
+    linear = arguments.get("op", MPI.SUM) == MPI.SUM
     return Map(function, structs, linear=linear, site=site), results[0]
 
 
@@ -391,13 +391,13 @@ def recv_with_status(
 ) -> tuple[Any, Any, Any]:
     _refuse_in_transform()
     like, comm = _data("like", like), resolve(comm)
-    given = {"like": like, "source": source, "tag": tag, "comm": comm}
-    map_, tensors, structure = _prepare(operations.recv_with_status, given)
+    arguments = {"like": like, "source": source, "tag": tag, "comm": comm}
+    map_, tensors, structure = _prepare(operations.recv_with_status, arguments)
     received = map_.run(tensors, tensors[0].device if tensors else torch.device("cpu"))
     value, seen, seen_tag = jax.tree.unflatten(structure, received)
     # Derivatives are exchanged with the sender, which is known now.
-    given |= {"source": int(seen), "tag": max(int(seen_tag), 0)}
-    return _send(operations.recv, given, known=jax.tree.leaves(value)), seen, seen_tag
+    arguments |= {"source": int(seen), "tag": max(int(seen_tag), 0)}
+    return _send(operations.recv, arguments, known=jax.tree.leaves(value)), seen, seen_tag
 
 
 _recv = _on_tensors(operations.recv)

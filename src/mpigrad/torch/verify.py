@@ -99,28 +99,28 @@ def gradcheck(
     True
     """
     comm = resolve(comm)
-    given: tuple[Any, ...] = (inputs,) if isinstance(inputs, torch.Tensor) else tuple(inputs)
-    places = [i for i, x in enumerate(given) if _has_derivative(x) and x.requires_grad]
-    wrong = [str(given[i].dtype) for i in places if given[i].dtype not in _DOUBLE]
-    found = [dtypes for dtypes in comm.mpi.allgather(wrong) if dtypes]
-    if found:
+    arguments: tuple[Any, ...] = (inputs,) if isinstance(inputs, torch.Tensor) else tuple(inputs)
+    places = [i for i, x in enumerate(arguments) if _has_derivative(x) and x.requires_grad]
+    wrong = [str(arguments[i].dtype) for i in places if arguments[i].dtype not in _DOUBLE]
+    rank_dtypes = [dtypes for dtypes in comm.mpi.allgather(wrong) if dtypes]
+    if rank_dtypes:
         raise ValueError(
             f"gradcheck: finite differences need inputs of torch.float64 or torch.complex128, got "
-            f"{found[0][0]}. Convert the inputs by x.double()."
+            f"{rank_dtypes[0][0]}. Convert the inputs by x.double()."
         )
-    numerical = _numerical(f, given, places, eps, comm)
-    analytical = _analytical(f, given, places, comm)
+    numerical = _numerical(f, arguments, places, eps, comm)
+    analytical = _analytical(f, arguments, places, comm)
     # Rank s holds d(its results)/d(all inputs), and columns of d(all results)/d(its inputs).
     blocks = comm.mpi.allgather(numerical)
-    own = np.concatenate([block[comm.rank] for block in blocks])
-    difference = np.abs(own - analytical) - atol - rtol * np.abs(own)
+    jacobian = np.concatenate([block[comm.rank] for block in blocks])
+    difference = np.abs(jacobian - analytical) - atol - rtol * np.abs(jacobian)
     report = None
     if difference.size and not difference.max() <= 0:
         row, column = np.unravel_index(np.argmax(difference), difference.shape)
         report = (
             f"gradcheck: the derivative of entry {row} of all ranks' results with respect to entry "
             f"{column} of rank {comm.rank}'s inputs is {analytical[row, column]:.10g}, but finite "
-            f"differences give {own[row, column]:.10g}. Check the backward pass of f."
+            f"differences give {jacobian[row, column]:.10g}. Check the backward pass of f."
         )
     reports = [text for text in comm.mpi.allgather(report) if text]
     if reports:
@@ -129,10 +129,10 @@ def gradcheck(
 
 
 def _numerical(
-    f: Callable[..., Any], given: Tensors, places: list[int], eps: float, comm: Communicator
+    f: Callable[..., Any], arguments: Tensors, places: list[int], eps: float, comm: Communicator
 ) -> list[np.ndarray]:
     """Return d(this rank's results)/d(each rank's inputs), by central differences."""
-    sizes = comm.mpi.allgather([_real(given[i]).size for i in places])
+    sizes = comm.mpi.allgather([_real(arguments[i]).size for i in places])
     blocks = []
     with torch.no_grad():
         for rank, lengths in enumerate(sizes):
@@ -141,27 +141,27 @@ def _numerical(
                 for entry in range(length):
                     ends = []
                     for by in (eps, -eps):
-                        changed = [x.detach() if _has_derivative(x) else x for x in given]
+                        changed = [x.detach() if _has_derivative(x) else x for x in arguments]
                         if rank == comm.rank:
                             i = places[place]
-                            changed[i] = _moved(given[i], entry, by)
+                            changed[i] = _moved(arguments[i], entry, by)
                         with messages():  # `f` may be a gradient itself
                             ends.append(_flat(_outputs(f, changed)))
                         comm.mpi.barrier()  # as in dot_test
                     columns.append((ends[0] - ends[1]) / (2 * eps))
-            n = len(columns[0]) if columns else len(_flat(_outputs(f, given)))
+            n = len(columns[0]) if columns else len(_flat(_outputs(f, arguments)))
             blocks.append(np.stack(columns, 1) if columns else np.zeros((n, 0)))
     return blocks
 
 
 def _analytical(
-    f: Callable[..., Any], given: Tensors, places: list[int], comm: Communicator
+    f: Callable[..., Any], arguments: Tensors, places: list[int], comm: Communicator
 ) -> np.ndarray:
     """Return d(all ranks' results)/d(this rank's inputs), by reverse mode."""
     with messages(), torch.enable_grad():
-        leaves = list(given)
+        leaves = list(arguments)
         for i in places:
-            leaves[i] = given[i].detach().clone().requires_grad_()
+            leaves[i] = arguments[i].detach().clone().requires_grad_()
         inputs = tuple(leaves[i] for i in places)
         outputs = _outputs(f, leaves)
         rows = []
@@ -196,23 +196,23 @@ def gradgradcheck(
     True
     """
     comm = resolve(comm)
-    given = (inputs,) if isinstance(inputs, torch.Tensor) else tuple(inputs)
-    places = [i for i, x in enumerate(given) if _has_derivative(x) and x.requires_grad]
+    values = (inputs,) if isinstance(inputs, torch.Tensor) else tuple(inputs)
+    places = [i for i, x in enumerate(values) if _has_derivative(x) and x.requires_grad]
     generator = np.random.default_rng([seed, comm.rank])
     with torch.no_grad():
-        results = _outputs(f, given)
+        results = _outputs(f, values)
     cotangents = tuple(_random_like(y, generator).requires_grad_() for y in results)
 
     def gradient(*arguments: Any) -> Tensors:
         with torch.enable_grad():
-            xs, cts = list(arguments[: len(given)]), arguments[len(given) :]
+            xs, cts = list(arguments[: len(values)]), arguments[len(values) :]
             for i in places:
                 if not xs[i].requires_grad:
                     xs[i] = xs[i].detach().requires_grad_()
             wanted = tuple(xs[i] for i in places)
             return _gradients(_outputs(f, xs), wanted, cts, create_graph=True)
 
-    return gradcheck(gradient, (*given, *cotangents), comm=comm, **tolerances)
+    return gradcheck(gradient, (*values, *cotangents), comm=comm, **tolerances)
 
 
 def _random_like(x: torch.Tensor, generator: np.random.Generator) -> torch.Tensor:
