@@ -103,14 +103,14 @@ class _Call:
                     f"{name}: expected {expected}, got the pytree "
                     f"{jax.tree.structure(returned)}. Return the expected structure."
                 ) from None
-            found = [np.asarray(leaf) for leaf in leaves]
-            type_ = _Type.of(jax.tree.unflatten(self.result.structure, found))
+            leaf_arrays = [np.asarray(leaf) for leaf in leaves]
+            type_ = _Type.of(jax.tree.unflatten(self.result.structure, leaf_arrays))
             if type_ != self.result:
                 raise TypeError(
                     f"{name}: expected {expected}, got {type_}. Return the expected shapes and "
                     "dtypes."
                 )
-            for y, values in zip(results, found, strict=True):
+            for y, values in zip(results, leaf_arrays, strict=True):
                 y[member] = values
 
     def _at(self, addresses: Any, type_: _Type) -> list[np.ndarray]:

@@ -33,13 +33,13 @@ def register_target(name: str, lib: Any = None) -> str:
 
     def staged(platform: str) -> Any:
         address = ctypes.cast(handler, ctypes.c_void_p)
-        found = library().mpigrad_staged(address, name.encode(), platform == "ROCM")
-        if not found:
+        entry = library().mpigrad_staged(address, name.encode(), platform == "ROCM")
+        if not entry:
             raise RuntimeError(
                 f"mpigrad: cannot register the handler {name}: the table in native/gpu/staging.cc "
                 "is full. Raise kTargets there."
             )
-        return found
+        return entry
 
     compat.register_target(name, handler, staged)
     return name

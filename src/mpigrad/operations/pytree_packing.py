@@ -119,9 +119,9 @@ def _pack_with_zeros(leaves: Sequence[Any], shapes: Any, dtype: Any, leading: in
 def _pack_nonzero(leaves: Sequence[Any], shapes: Any, dtype: Any, leading: int) -> Any:
     if not any(type(x) is ad.Zero for x in leaves):
         return pack(leaves, leading)
-    given = [None if type(x) is ad.Zero else x for x in leaves]
+    operands = [None if type(x) is ad.Zero else x for x in leaves]
     with without_carriers():
-        return _pack_with_zeros(given, shapes=shapes, dtype=dtype, leading=leading)
+        return _pack_with_zeros(operands, shapes=shapes, dtype=dtype, leading=leading)
 
 
 def _pack_jvp(primals: Any, tangents: Any, *, leading: int) -> Any:
@@ -244,14 +244,14 @@ def array(leaf: Any) -> Any:
     try:
         x = leaf if isinstance(leaf, jax.Array) else as_array(leaf)
     except (TypeError, ValueError):
-        found = f"{type(leaf).__name__} ({str(leaf)[:60]!r})"
+        kind = f"{type(leaf).__name__} ({str(leaf)[:60]!r})"
         remedy = "To send other Python objects use mpi4py, for example comm.mpi.bcast(...)."
         if isinstance(leaf, np.ndarray):
-            found = f"{type(leaf).__name__} of dtype {leaf.dtype.str}, which JAX does not have,"
+            kind = f"{type(leaf).__name__} of dtype {leaf.dtype.str}, which JAX does not have,"
             remedy = "Convert it to a dtype of numbers."
             if not leaf.dtype.isnative:
                 remedy = 'Change its byte order by x.astype(x.dtype.newbyteorder("=")).'
-        raise LeafError(leaf, found, remedy) from None
+        raise LeafError(leaf, kind, remedy) from None
     if not isinstance(x.dtype, np.dtype):
         raise LeafError(
             leaf,

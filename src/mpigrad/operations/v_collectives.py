@@ -192,8 +192,8 @@ def scatterv(x: Any, counts: Sequence[int], root: int = 0, comm: Communicator | 
     numbers = check_counts("scatterv: counts", counts, comm)
     _check_rows("scatterv", x, sum(numbers), "sum(counts)", comm)
     root = check_rank(root, comm, "scatterv: root")
-    own = numbers[comm.rank]
-    return bind_packed(scatterv_p, x, comm, (1, 1), root=root, counts=numbers, own=own)
+    n_rows = numbers[comm.rank]
+    return bind_packed(scatterv_p, x, comm, (1, 1), root=root, counts=numbers, own=n_rows)
 
 
 def allgatherv(x: Any, counts: Sequence[int], comm: Communicator | None = None) -> Any:
@@ -259,15 +259,15 @@ def reduce_scatterv(
     comm = resolve(comm)
     numbers = check_counts("reduce_scatterv: counts", counts, comm)
     _check_rows("reduce_scatterv", x, sum(numbers), "sum(counts)", comm)
-    own = numbers[comm.rank]
-    exchange = {"sendcounts": numbers, "recvcounts": (own,) * comm.size}
+    n_rows = numbers[comm.rank]
+    exchange = {"sendcounts": numbers, "recvcounts": (n_rows,) * comm.size}
     return bind_reduction(
         x,
         op,
         comm,
-        native=Messages(reduce_scatterv_p, {"counts": numbers, "own": own}, (1, 1)),
+        native=Messages(reduce_scatterv_p, {"counts": numbers, "own": n_rows}, (1, 1)),
         rows=Messages(alltoallv_p, exchange, (1, 1)),
-        fold_rows=lambda rows: fold(op, rows.reshape(comm.size, own, *rows.shape[1:])),
+        fold_rows=lambda rows: fold(op, rows.reshape(comm.size, n_rows, *rows.shape[1:])),
     )
 
 
