@@ -134,13 +134,13 @@ def _programs() -> list[_Program]:
 
 def _messages(jaxpr: Any) -> list[Any]:
     """Return the messages of a program, nested as its loops and calls are."""
-    found: list[Any] = []
+    tree: list[Any] = []
     for eqn in jaxpr.eqns:
         name = eqn.primitive.name
         if name in ("mpigrad_send", "mpigrad_recv"):
             partner = eqn.params["dest" if name == "mpigrad_send" else "source"]
             # Rank 1 receives what rank 0 sends, and the adjoint goes the other way.
-            found.append("forth" if (name == "mpigrad_send") == (partner == 1) else "back")
+            tree.append("forth" if (name == "mpigrad_send") == (partner == 1) else "back")
             continue
         parts = [
             part
@@ -151,12 +151,12 @@ def _messages(jaxpr: Any) -> list[Any]:
         inner = [_messages(getattr(part, "jaxpr", part)) for part in parts]
         if name == "cond":
             if any(inner):
-                found.append(sorted(map(str, inner)))
+                tree.append(sorted(map(str, inner)))
         elif name in ("scan", "while"):
-            found += [["loop", *messages] for messages in inner if messages]
+            tree += [["loop", *messages] for messages in inner if messages]
         else:
-            found += [m for messages in inner for m in messages]
-    return found
+            tree += [m for messages in inner for m in messages]
+    return tree
 
 
 def _of_gradient(program: _Program) -> list[Any]:
@@ -190,26 +190,26 @@ def examine() -> Findings:
     """Differentiate the programs by tracing alone."""
     from mpigrad.operations.carrier import without_carriers
 
-    found = Findings({}, {})
+    findings = Findings({}, {})
     with without_carriers(), jax.check_tracer_leaks(False):
         for feature, construct, others in _CONSTRUCTS:
-            refused = {**missing(), **found.failed}
+            refused = {**missing(), **findings.failed}
             if feature in refused or any(other in refused for other in others):
                 continue
             try:
                 why = _verdict(construct)
             except Exception as error:
-                found.errors[feature] = f"{type(error).__name__}: {error}"
+                findings.errors[feature] = f"{type(error).__name__}: {error}"
             else:
                 if why:
-                    found.failed[feature] = why
+                    findings.failed[feature] = why
         for feature, holds, why in (
             (_CHECKPOINT, _keeps_dead_checkpoint, "a checkpoint without results is dropped"),
             (_CUSTOM_RULES, _refuses_custom_gradient, "jax.custom_gradient is not recognized"),
         ):
             if feature not in missing() and not holds():
-                found.failed.setdefault(feature, f"in the self-check, {why}")
-    return found
+                findings.failed.setdefault(feature, f"in the self-check, {why}")
+    return findings
 
 
 def _verdict(construct: Callable[[_Program], _Program]) -> str:
@@ -260,11 +260,11 @@ def run() -> bool:
     kept = _cache_file()
     failed = _read(kept) if kept else None
     if failed is None:
-        found = examine()
-        failed = found.failed
+        findings = examine()
+        failed = findings.failed
         # An error may have its cause at the place of the first message, a deep recursion for
         # example.
-        if kept and not found.errors and MPI.COMM_WORLD.rank == 0:
+        if kept and not findings.errors and MPI.COMM_WORLD.rank == 0:
             _write(kept, failed)
     for feature, why in failed.items():
         refuse(feature, why + (f"; this result is kept in {kept}" if kept else ""))
@@ -290,11 +290,11 @@ def _cache_file() -> pathlib.Path | None:
 
 def _read(path: pathlib.Path) -> dict[str, str] | None:
     try:
-        found = json.loads(path.read_text())
+        reasons = json.loads(path.read_text())
     except (OSError, ValueError):
         return None
-    is_result = isinstance(found, dict) and all(f in FEATURES for f in found)
-    return {f: str(why) for f, why in found.items()} if is_result else None
+    is_result = isinstance(reasons, dict) and all(f in FEATURES for f in reasons)
+    return {f: str(why) for f, why in reasons.items()} if is_result else None
 
 
 def _write(path: pathlib.Path, failed: dict[str, str]) -> None:

@@ -406,7 +406,7 @@ def vjp(f: Callable[..., Any], *primals: Any, has_aux: bool = False) -> Any:
     """
     outer = outer_carrier()
     out, back, *aux = jax.vjp(with_carrier(f), _ZERO, *primals, has_aux=has_aux)
-    own = primals if jax.distributed.is_initialized() else ()  # else they are not kept
+    point = primals if jax.distributed.is_initialized() else ()  # else they are not kept
 
     def pull_back(ct: Any) -> Any:
         if compat.is_batched(outer_carrier()) and outer_carrier() is not outer:
@@ -417,7 +417,7 @@ def vjp(f: Callable[..., Any], *primals: Any, has_aux: bool = False) -> Any:
                 "mpigrad.vmap(lambda ct: mpigrad.vjp(f, x)[1](ct))(cts)."
             )
         gradients = back(jax.tree.map(_active, ct))[1:]
-        for n, (x, g) in enumerate(zip(own, gradients, strict=False)):
+        for n, (x, g) in enumerate(zip(point, gradients, strict=False)):
             reject_global_gradients("vjp", n, x, g)
         return gradients
 
