@@ -94,13 +94,13 @@ class Division:
 
     def group(self, rank: int, axis: int) -> list[int]:
         """Return the ranks whose blocks differ from this rank's along `axis` only, in order."""
-        mine, among = self.coords_of(rank), self.by[axis]
+        coords, among = self.coords_of(rank), self.by[axis]
         others = [i for i in range(len(self.mesh)) if i not in among]
         return sorted(
             (
                 r
                 for r in range(math.prod(self.mesh))
-                if all(self.coords_of(r)[i] == mine[i] for i in others)
+                if all(self.coords_of(r)[i] == coords[i] for i in others)
             ),
             key=lambda r: tuple(self.coords_of(r)[i] for i in among),
         )
@@ -428,13 +428,13 @@ def _checked_axes(grid: Grid, axes: Sequence[int] | None) -> tuple[int, ...]:
     if axes is None:
         return tuple(range(grid.ndim))
     wrong = [a for a in axes if not -grid.ndim <= a < grid.ndim]
-    found = tuple(a % grid.ndim for a in axes)
-    if wrong or not found or len(set(found)) < len(found):
+    numbers = tuple(a % grid.ndim for a in axes)
+    if wrong or not numbers or len(set(numbers)) < len(numbers):
         raise ValueError(
             f"fft: axes must be different axes of a grid with {grid.ndim} axes, got {tuple(axes)}. "
             f"Give numbers from {-grid.ndim} to {grid.ndim - 1}."
         )
-    return found
+    return numbers
 
 
 def _checked_kinds(
@@ -445,12 +445,12 @@ def _checked_kinds(
         raise ValueError(
             f'fft: kinds must be "fft", "dct" or "dst" for each of {len(axes)} axes, got {kinds!r}.'
         )
-    found: list[Any] = list(names)
+    transforms: list[Any] = list(names)
     if real:
-        if "fft" not in found:
+        if "fft" not in transforms:
             raise ValueError(
                 "fft: real=True is for transforms along at least one periodic axis, got only "
                 f"{names}. Leave real out: the spectrum of walls is real."
             )
-        found[len(found) - 1 - found[::-1].index("fft")] = "rfft"
-    return tuple(found)
+        transforms[len(transforms) - 1 - transforms[::-1].index("fft")] = "rfft"
+    return tuple(transforms)

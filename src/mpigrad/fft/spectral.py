@@ -314,13 +314,13 @@ class Helmholtz(Preconditioner):
 
     def _smallest_eigenvalue(self) -> float:
         """Return the smallest eigenvalue of the operator that is not zero."""
-        found = []
+        candidates = []
         for axis, kind in zip(self.layout.axes, self.layout.kinds, strict=True):
             n, h = self.layout.grid.shape[axis], self.layout.grid.spacing[axis]
             k = (np.pi if kind == "dct" else 2 * np.pi) / (n * h)
             if n > 1:
-                found.append((2 * np.sin(k * h / 2) / h) ** 2 if self.stencil else k**2)
-        return self.diffusivity * min(found, default=1.0)
+                candidates.append((2 * np.sin(k * h / 2) / h) ** 2 if self.stencil else k**2)
+        return self.diffusivity * min(candidates, default=1.0)
 
 
 @dataclasses.dataclass(frozen=True)
