@@ -94,16 +94,16 @@ class Row:
 
 def waiting_ns(records: Sequence[RankRecord]) -> list[np.ndarray]:
     """Return for each rank how long each operation waited for other ranks (NaN: unknown)."""
-    found = [np.full(len(r.start), np.nan) for r in records]
+    waits = [np.full(len(r.start), np.nan) for r in records]
     places: dict[tuple[tuple[int, ...], int], dict[int, np.ndarray]] = defaultdict(dict)
     for rank, record in enumerate(records):
         for slot, identity in record.communicators.items():
             places[identity][rank] = np.flatnonzero(record.slot == slot)
 
-    def late(rank: int, mine: np.ndarray, when: np.ndarray) -> None:
+    def late(rank: int, indices: np.ndarray, when: np.ndarray) -> None:
         record = records[rank]
-        longest = record.end[mine] - record.start[mine]
-        found[rank][mine] = np.clip(when - record.start[mine], 0, longest)
+        longest = record.end[indices] - record.start[indices]
+        waits[rank][indices] = np.clip(when - record.start[indices], 0, longest)
 
     for (members, _), where in places.items():
         together = {r: p[np.isin(records[r].names[p], COLLECTIVES)] for r, p in where.items()}
@@ -112,20 +112,24 @@ def waiting_ns(records: Sequence[RankRecord]) -> list[np.ndarray]:
             last = np.max([records[r].start[together[r]] for r in members], axis=0)
             for r in members:
                 late(r, together[r], last)
-        for r, mine, source, theirs in _received(records, members, where):
-            n = min(len(mine), len(theirs))
-            late(r, mine[:n], records[source].start[theirs[:n]])
+        for r, indices, source, source_indices in _received(records, members, where):
+            n = min(len(indices), len(source_indices))
+            late(r, indices[:n], records[source].start[source_indices[:n]])
         exchanges = {r: _exchanges(records[r], p) for r, p in where.items()}
         for r, calls_with in exchanges.items():
             last = records[r].start.astype(float)
-            for peer, (mine, receives) in calls_with.items():
+            for peer, (indices, receives) in calls_with.items():
                 source = members[peer]
-                theirs, _ = exchanges.get(source, {}).get(members.index(r), _NO_CALLS)
-                begun = records[source].start[theirs] if len(theirs) == len(mine) else np.nan
-                last[mine] = np.maximum(last[mine], np.where(receives, begun, -np.inf))
-            for mine, _ in calls_with.values():
-                late(r, mine, last[mine])
-    return found
+                source_indices, _ = exchanges.get(source, {}).get(members.index(r), _NO_CALLS)
+                begun = (
+                    records[source].start[source_indices]
+                    if len(source_indices) == len(indices)
+                    else np.nan
+                )
+                last[indices] = np.maximum(last[indices], np.where(receives, begun, -np.inf))
+            for indices, _ in calls_with.values():
+                late(r, indices, last[indices])
+    return waits
 
 
 _NO_CALLS = np.zeros(0, int), np.zeros(0, bool)
@@ -133,15 +137,15 @@ _NO_CALLS = np.zeros(0, int), np.zeros(0, bool)
 
 def _exchanges(record: RankRecord, places: np.ndarray) -> dict[int, tuple[np.ndarray, np.ndarray]]:
     """Return for each neighbour the exchanges with it, and whether a message comes from it."""
-    found: dict[int, list[tuple[int, bool]]] = defaultdict(list)
+    by_peer: dict[int, list[tuple[int, bool]]] = defaultdict(list)
     names = {name for name, _, _ in record.neighbors}
     for i in places[np.isin(record.names[places], [*names])]:
         key = str(record.names[i]), int(record.slot[i]), abs(int(record.site[i]))
         for peer, forward, adjoint in record.neighbors.get(key, ()):
-            found[peer].append((int(i), adjoint if record.site[i] < 0 else forward))
+            by_peer[peer].append((int(i), adjoint if record.site[i] < 0 else forward))
     return {
         peer: (np.array([i for i, _ in calls]), np.array([receives for _, receives in calls]))
-        for peer, calls in found.items()
+        for peer, calls in by_peer.items()
     }
 
 
@@ -181,23 +185,23 @@ def rows(records: Sequence[RankRecord]) -> list[Row]:
         for t in record.totals:
             name = t.operation + (" (adjoint)" if t.site < 0 else "")
             totals[name, t.line][rank].append(t)
-    found = []
+    result = []
     for (name, line), by_rank in totals.items():
         seconds, waiting = np.zeros(len(records)), np.zeros(len(records))
         for rank, parts in by_rank.items():
             for t in parts:
                 record = records[rank]
-                mine = (record.names == t.operation) & (record.site == t.site)
-                inside = np.sum(record.end[mine] - record.start[mine])
+                mask = (record.names == t.operation) & (record.site == t.site)
+                inside = np.sum(record.end[mask] - record.start[mask])
                 seconds[rank] += t.seconds
                 # Estimated from the recorded operations, scaled to all.
-                share = np.sum(waits[rank][mine]) / inside if inside else np.nan
+                share = np.sum(waits[rank][mask]) / inside if inside else np.nan
                 waiting[rank] += share * t.seconds
         every = [t for parts in by_rank.values() for t in parts]
         known = not np.isnan(waiting).any()
         calls, moved = sum(t.calls for t in every), sum(t.bytes for t in every)
-        found.append(Row(name, line, calls, moved, seconds, waiting if known else None))
-    return sorted(found, key=lambda row: -row.seconds.max())
+        result.append(Row(name, line, calls, moved, seconds, waiting if known else None))
+    return sorted(result, key=lambda row: -row.seconds.max())
 
 
 def table(records: Sequence[RankRecord]) -> str:
