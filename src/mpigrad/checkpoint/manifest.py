@@ -197,10 +197,10 @@ def _leaf(ranks: int, name: str, kind: str, number: str | None, shape: Any, boxe
     if boxes is None:
         return Leaf(name, kind, tuple(shape), None, number)
     # The last axis is given, because reshape cannot infer it for a scalar.
-    given = np.array(boxes, np.int64).reshape(-1, 2, len(shape))
-    covers = len(given) == ranks and cover_once(given, tuple(shape))
-    _require(covers, f"{name}: boxes of {len(given)} pieces that are not {tuple(shape)} once")
-    return Leaf(name, kind, tuple(shape), given, number)
+    bounds = np.array(boxes, np.int64).reshape(-1, 2, len(shape))
+    covers = len(bounds) == ranks and cover_once(bounds, tuple(shape))
+    _require(covers, f"{name}: boxes of {len(bounds)} pieces that are not {tuple(shape)} once")
+    return Leaf(name, kind, tuple(shape), bounds, number)
 
 
 def _is_count(n: Any, *, negative: bool = False) -> bool:
@@ -317,15 +317,15 @@ def read_leaves(
 ) -> list[Any]:
     """Read the piece of each leaf that `rank` holds, from the files of several ranks."""
     files = _Files(directory, manifest)
-    found = []
+    leaves = []
     for number, (leaf, here, template) in enumerate(
         zip(manifest.leaves, wanted, like, strict=True)
     ):
         if leaf.number is not None:
-            found.append(parse(leaf.kind, leaf.number))
+            leaves.append(parse(leaf.kind, leaf.number))
         else:
-            found.append(to_leaf(files.cut(number, here.box(rank)), template))
-    return found
+            leaves.append(to_leaf(files.cut(number, here.box(rank)), template))
+    return leaves
 
 
 class _Files:

@@ -424,10 +424,10 @@ class Store:
                 wanted = describe(like, layout, self.comm, "Store.load")
             _compare(path, manifest.leaves, wanted)
             templates, structure = jax.tree.flatten(like)
-            found: list[Any] = []
+            leaves: list[Any] = []
             with raise_on_all_ranks(self.comm):
-                found = manifests.read_leaves(path, manifest, wanted, templates, self.comm.rank)
-            tree = jax.tree.unflatten(structure, found)
+                leaves = manifests.read_leaves(path, manifest, wanted, templates, self.comm.rank)
+            tree = jax.tree.unflatten(structure, leaves)
             self._forbidden = 0
             return Snapshot(manifest.step, tree, manifest.extra, tuple(rejections))
         if rejections:
