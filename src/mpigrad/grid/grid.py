@@ -297,12 +297,12 @@ class Grid:
     def neighbors(self) -> tuple[Neighbor, ...]:
         """The tiles that touch this one, edges and corners included, ordered by step."""
         steps: tuple[Step, ...] = (-1, 0, 1)
-        found = []
+        tiles = []
         for step in itertools.product(steps, repeat=self.ndim):
             rank = self.rank_at(tuple(p + s for p, s in zip(self.coords, step, strict=True)))
             if any(step) and rank is not None:
-                found.append(Neighbor(rank, step))
-        return tuple(found)
+                tiles.append(Neighbor(rank, step))
+        return tuple(tiles)
 
     # --- the numbering of the unknowns ---
 
@@ -339,8 +339,8 @@ class Grid:
                 f"of indices on a grid with {self.ndim} axes. Give {self.ndim} arrays."
             )
         owner, within, inside = np.int64(0), np.int64(0), np.True_
-        for axis, given in enumerate(cells):
-            starts, cell = self.starts(axis), np.asarray(given, np.int64)
+        for axis, indices in enumerate(cells):
+            starts, cell = self.starts(axis), np.asarray(indices, np.int64)
             cell = cell % self.shape[axis] if self.periodic[axis] else cell
             here = (cell >= 0) & (cell < self.shape[axis])
             cell = np.where(here, cell, 0)

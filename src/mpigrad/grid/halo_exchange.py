@@ -151,8 +151,8 @@ class HaloLayout:
     def own_pieces(self, u: jax.Array) -> dict[Step, jax.Array]:
         """Return the tile, and the pieces of its layers that are cells of the tile itself."""
         steps = self._steps_from(self.grid.comm.rank)
-        own = {step: u[self.cells(_opposite(step))] for step in steps}
-        return own | {(0,) * self.grid.ndim: u}
+        pieces = {step: u[self.cells(_opposite(step))] for step in steps}
+        return pieces | {(0,) * self.grid.ndim: u}
 
     # --- the tile in its layers ---
 
