@@ -235,15 +235,15 @@ def check_origin(function: str, grid: Grid, origin: Sequence[float] | None) -> t
     with raise_on_all_ranks(grid.comm):
         if origin is not None:
             try:
-                given = np.asarray(origin, float)
+                coordinates = np.asarray(origin, float)
             except (TypeError, ValueError):
-                given = np.array(np.nan)
-            if given.shape != (grid.ndim,) or not np.all(np.isfinite(given)):
+                coordinates = np.array(np.nan)
+            if coordinates.shape != (grid.ndim,) or not np.all(np.isfinite(coordinates)):
                 raise ValueError(
                     f"{function}: expected {grid.ndim} finite coordinates as the origin, got "
                     f"{origin}. Give one for each axis of the grid."
                 )
-            corner = tuple(given.tolist())
+            corner = tuple(coordinates.tolist())
     assert_same_on_all_ranks(grid.comm, corner, f"{function}: origin")
     return corner
 
@@ -268,12 +268,12 @@ def cells_from_all_ranks(
         common = tuple(map(_overlap, grid.slices, wanted(rank)))
         piece = tile[_relative(common, grid.slices)]
         outgoing.append((common, np.ascontiguousarray(piece)) if piece.size else None)
-    own = wanted(comm.rank)
-    values = np.empty([*(p.stop - p.start for p in own), *tile.shape[grid.ndim :]], tile.dtype)
+    region = wanted(comm.rank)
+    values = np.empty([*(p.stop - p.start for p in region), *tile.shape[grid.ndim :]], tile.dtype)
     for received in comm.mpi.alltoall(outgoing):
         if received is not None:
             common, piece = received
-            values[_relative(common, own)] = piece
+            values[_relative(common, region)] = piece
     return values
 
 
