@@ -191,10 +191,10 @@ def check_options(name: str, model: Any, *, density: bool = False) -> None:
     density
         Whether `propagate` of an `Acoustic` gets a density.
     """
-    given = dict(_given(model, density))
-    program, reason = _program(model, given)
+    options = dict(_given(model, density))
+    program, reason = _program(model, options)
     physics, axes = type(model).__name__, model.grid.ndim
-    for option, text in given.items():
+    for option, text in options.items():
         if axes in _axes(option, physics, program):
             continue
         there = [
@@ -213,12 +213,12 @@ def _axes(option: str, physics: str, program: str) -> tuple[int, ...]:
     return AXES[option][PROGRAMS.index((physics, program))]
 
 
-def _program(model: Any, given: dict[str, str]) -> tuple[Literal["native", "xla"], str]:
+def _program(model: Any, options: dict[str, str]) -> tuple[Literal["native", "xla"], str]:
     """Return the program that runs a model with these options, and the reason."""
     if model.backend is not None:
         return model.backend, f'backend="{model.backend}"'
     physics = type(model).__name__
-    for option, text in given.items():
+    for option, text in options.items():
         if _axes(option, physics, "xla") and not _axes(option, physics, "native"):
             return "xla", text
     return "native" if is_native(None) else "xla", f"JAX's backend, {jax.default_backend()}"

@@ -366,8 +366,8 @@ def _as_medium(name: str, medium: Any) -> AcousticMedium:
 
 def _check_presence(name: str, density: Any, comm: Communicator) -> None:
     """Raise a ValueError of `name` on all ranks if only some of them have a density."""
-    given = "None" if density is None else "an array"
-    assert_same_on_all_ranks(comm, given, f"{name}: density (an array or None)")
+    description = "None" if density is None else "an array"
+    assert_same_on_all_ranks(comm, description, f"{name}: density (an array or None)")
 
 
 def _check_values(name: str, values: np.ndarray) -> None:

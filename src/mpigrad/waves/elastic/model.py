@@ -320,13 +320,13 @@ class Elastic:
         self, name: str, lam: jax.Array, qp: jax.Array | None, qs: jax.Array | None
     ) -> None:
         """Raise a ValueError of `name` if the quality factors do not fit the model."""
-        given = {k: q for k, q in (("qp", qp), ("qs", qs)) if q is not None}
-        if given and self.relaxation is None:
+        factors = {k: q for k, q in (("qp", qp), ("qs", qs)) if q is not None}
+        if factors and self.relaxation is None:
             raise ValueError(
-                f"{name}: {' and '.join(given)} need a relaxation. Make the model with "
+                f"{name}: {' and '.join(factors)} need a relaxation. Make the model with "
                 "relaxation=fit_relaxation(q, band)."
             )
-        arguments.check_tiles(name, self.grid, {"lam": lam, **given})
+        arguments.check_tiles(name, self.grid, {"lam": lam, **factors})
 
 
 def _at_rest(scheme: Scheme, dtype: Any) -> State | VolumeState | AnelasticState:
