@@ -352,7 +352,7 @@ class _Request:
 
 def _waiting_for(process: int, name: str) -> str:
     board = _Programs.board
-    found = (
+    ranks = (
         []
         if board is None
         else [
@@ -361,5 +361,5 @@ def _waiting_for(process: int, name: str) -> str:
             if int(slot["pid"]) == process
         ]
     )
-    who = f"rank {found[0]}" if found else "another rank"
+    who = f"rank {ranks[0]}" if ranks else "another rank"
     return f"waiting for {who} to compile {name}"

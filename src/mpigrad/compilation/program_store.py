@@ -309,7 +309,7 @@ class ProgramStore:
         if self._pruned:
             return
         self._pruned = True
-        found = []
+        entries = []
         # The directory may be one that holds other files of the user.
         files = self._path.parent.glob("*/*")
         for file in (f for f in files if _OURS.fullmatch(f"{f.parent.name}/{f.name}")):
@@ -317,9 +317,9 @@ class ProgramStore:
                 status = file.stat()
                 if file.suffix and time.time() - status.st_mtime > _LEFT_OVER:
                     file.unlink()
-                found.append((status.st_mtime, status.st_size, file))
-        total = sum(size for _, size, _ in found)
-        for _, size, file in sorted(found):
+                entries.append((status.st_mtime, status.st_size, file))
+        total = sum(size for _, size, _ in entries)
+        for _, size, file in sorted(entries):
             if total <= _MOST_BYTES:
                 return
             with contextlib.suppress(OSError):
