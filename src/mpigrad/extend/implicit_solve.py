@@ -136,11 +136,14 @@ def _checked(
     name: str, result: Any, structure: Any, like: Sequence[Any], what: str, site: int
 ) -> list[Any]:
     """Return the leaves of what a function of the user has returned, or raise an error."""
-    leaves, found = jax.tree.flatten(result)
+    leaves, treedef = jax.tree.flatten(result)
     arrays = [jnp.asarray(x) for x in leaves]
     types = [[f"{x.dtype}{list(x.shape)}" for x in xs] for xs in (like, arrays)]
-    if found != structure or types[0] != types[1]:
-        expected, got = jax.tree.unflatten(structure, types[0]), jax.tree.unflatten(found, types[1])
+    if treedef != structure or types[0] != types[1]:
+        expected, got = (
+            jax.tree.unflatten(structure, types[0]),
+            jax.tree.unflatten(treedef, types[1]),
+        )
         raise ValueError(
             f"implicit_solve, {describe(site)}: {name} must return a tree like {what}, {expected}, "
             f"got {got}. Return the same structure, shapes and dtypes."
