@@ -90,7 +90,7 @@ def conductances(
     One array of shape (lx, ly) for each side.
     """
     padded = halo_exchange(kappa, grid, width=1, boundary="edge")
-    found: dict[tuple[int, int], Array] = {}
+    face_flows: dict[tuple[int, int], Array] = {}
     for axis in range(2):
         lower, upper = (s for s in faces if s.axis == axis)
         cells = kappa.shape[axis]
@@ -108,8 +108,8 @@ def conductances(
         )
         factor = np.concatenate([lower.factor, np.take(upper.factor, [-1], axis)], axis=axis)
         flows = jnp.asarray(lower.ratio * factor / 2, jnp.result_type(kappa, float)) * sums
-        found |= {(axis, -1): part(flows, 0, cells), (axis, 1): part(flows, 1, cells + 1)}
-    return [found[s.axis, s.step] for s in faces]
+        face_flows |= {(axis, -1): part(flows, 0, cells), (axis, 1): part(flows, 1, cells + 1)}
+    return [face_flows[s.axis, s.step] for s in faces]
 
 
 def roughness(field: Float[Array, "lx ly"], grid: Grid, faces: Sequence[Side]) -> Float[Array, ""]:

@@ -253,9 +253,9 @@ def _physics_factory(settings: Settings) -> Callable[[Grid, Experiment], Physics
         settings.storage_directory,
     )
     if settings.physics == "elastic":
-        own = settings.source, settings.quality
+        elastic_options = settings.source, settings.quality
         return lambda grid, whole: ElasticPhysics(
-            grid, whole.dt, kernels(2), whole.peak, *own, storage=storage
+            grid, whole.dt, kernels(2), whole.peak, *elastic_options, storage=storage
         )
     return lambda grid, whole: AcousticPhysics(
         grid, whole.dt, kernels(grid.ndim), settings.order, storage=storage

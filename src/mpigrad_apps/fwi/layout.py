@@ -148,9 +148,9 @@ class TileLayout(Layout):
 
     def read(self, parameters: Float[Array, "k ..."]) -> Float[Array, "k ..."]:
         rows = parameters.reshape(len(parameters), -1).T
-        found = self._exchange.exchange(rows)
+        values = self._exchange.exchange(rows)
         shape = tuple(part.stop - part.start for part in self.read_cells)
-        return found.T.reshape(len(parameters), *shape)
+        return values.T.reshape(len(parameters), *shape)
 
     def collect(self, values: Float[Array | np.ndarray, "k ..."]) -> Float[Array, "k ..."]:
         exchange = self._tile_exchange
@@ -164,8 +164,8 @@ class TileLayout(Layout):
         """Update a hash with the sum of a number for each cell, which does not depend on tiles."""
         tile = np.ascontiguousarray(self.part(field, self._grid.slices), np.float64)
         numbers = _mix(tile.view(np.uint64) ^ _mix(self._grid.natural_ids().astype(np.uint64)))
-        own, total = np.array([numbers.sum(dtype=np.uint64)]), np.zeros(1, np.uint64)
-        self._grid.comm.mpi.Allreduce(own, total, op=MPI.SUM)
+        local_sum, total = np.array([numbers.sum(dtype=np.uint64)]), np.zeros(1, np.uint64)
+        self._grid.comm.mpi.Allreduce(local_sum, total, op=MPI.SUM)
         digest.update(total.tobytes())
 
     def reduce(self, field: Shaped[np.ndarray, "*held"], how: Reduction) -> float:

@@ -42,7 +42,7 @@ def memory_needs(
     group
         This rank's group. None: estimate what does not depend on its shots.
     """
-    held, own = (
+    held, n_local = (
         math.prod(part.stop - part.start for part in layout.held),
         math.prod(layout.local_shape),
     )
@@ -51,7 +51,7 @@ def memory_needs(
     vectors = 2 * settings.memory + _VECTORS if settings.unknown == "cells" else 0
     needs = {
         "fields": float(_DOUBLE * (_FIELDS * held + 3 * window)),
-        "L-BFGS": float(_DOUBLE * vectors * own),
+        "L-BFGS": float(_DOUBLE * vectors * n_local),
     }
     if group is None:
         return needs

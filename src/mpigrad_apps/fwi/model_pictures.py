@@ -72,12 +72,12 @@ def gather_sections(problem: Inversion, result: Result) -> list[Sections]:
     planes = [(1, grid.shape[1] // 2), (0, grid.shape[0] // 2), (2, grid.shape[2] // 4)]
     sides = [tuple(k for k in range(3) if k != axis) for axis, _ in planes]
     centers = [(index + 0.5) * grid.spacing[axis] for axis, index in planes]
-    found = []
+    sections = []
     for unknown in unknowns:
         models = [unknown.start, *([] if truth is None else [truth[unknown.name]])]
         tiles = [*map(problem.tile, models), result_tile(problem, result, unknown.name)]
         start, *true, end = [[gather_plane(grid, t, *plane) for plane in planes] for t in tiles]
-        found.append(
+        sections.append(
             Sections(
                 unknown.name,
                 [
@@ -91,7 +91,7 @@ def gather_sections(problem: Inversion, result: Result) -> list[Sections]:
                 true[0] if true else None,
             )
         )
-    return found
+    return sections
 
 
 def gather_plane(

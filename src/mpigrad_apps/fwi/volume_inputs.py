@@ -146,12 +146,12 @@ def read_volume_inputs(
     layout = TileLayout(grid, parameters, margin, first=split[0] == 0)
     check_memory(settings, layout, grid, comm)
     layout.prepare()
-    given = layout.held
+    window = layout.held
     if volumes.has_truth and volumes.initial is None:
-        given = wider(given, model.shape, cut_off(BLUR))
-    whole, speeds = _read(model, given, comm)
+        window = wider(window, model.shape, cut_off(BLUR))
+    whole, speeds = _read(model, window, comm)
     empty = call_on_root(comm, lambda: _experiment(settings, model, speeds))
-    inner = relative(layout.held, given, model.shape)
+    inner = relative(layout.held, window, model.shape)
     fields = {name: field[inner] for name, field in whole.items()}
     experiment = dataclasses.replace(empty, fields=fields)
     active = _active_cells(experiment, layout, settings.water, volumes.mask, comm)
@@ -161,7 +161,7 @@ def read_volume_inputs(
         if comm.rank == 0:
             warn_of_units(dataclasses.replace(experiment, fields=start, speeds=speeds))
     elif volumes.has_truth:
-        start = blurred(whole, given, layout.held, experiment, settings.water)
+        start = blurred(whole, window, layout.held, experiment, settings.water)
     truth = fields if volumes.has_truth else None
     data, file = None, settings.data
     if file is not None:
@@ -181,8 +181,8 @@ def _read(volume: Volume, window: Window, comm: Communicator) -> tuple[Fields, S
     fields: Fields = {}
     with raise_on_all_ranks(comm):
         fields = PHYSICS["acoustic"].complete(volume.read(window))
-    own = speeds_of(fields)
-    fastest, slowest, limiting = zip(*comm.mpi.allgather(own), strict=True)
+    local_speeds = speeds_of(fields)
+    fastest, slowest, limiting = zip(*comm.mpi.allgather(local_speeds), strict=True)
     return fields, Speeds(max(fastest), min(slowest), max(limiting))
 
 

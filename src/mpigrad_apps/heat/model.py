@@ -225,8 +225,8 @@ class Heat:
             right = self._area * (u + self.dt * f)
             if self.theta < 1:
                 right = right + (self.dt - later) * inflow(u)
-            found = sparse.solve(matrix, right.ravel(), self.solver, u.ravel(), throw=throw)
-            return jnp.where(found.result == 0, found.value, jnp.nan).reshape(u.shape)
+            solution = sparse.solve(matrix, right.ravel(), self.solver, u.ravel(), throw=throw)
+            return jnp.where(solution.result == 0, solution.value, jnp.nan).reshape(u.shape)
 
         return implicit
 
@@ -278,11 +278,11 @@ class Heat:
         tame = [
             jnp.where(jnp.isfinite(c), c, 0) for c in flows
         ]  # MPI's maximum is not defined for NaN
-        found = jnp.stack([self._steepest(tame), jnp.any(bad), jnp.any(~jnp.isfinite(u))])
-        steepest, bad, wild = allreduce(jax.lax.stop_gradient(found), MPI.MAX, comm)
+        measures = jnp.stack([self._steepest(tame), jnp.any(bad), jnp.any(~jnp.isfinite(u))])
+        steepest, bad, wild = allreduce(jax.lax.stop_gradient(measures), MPI.MAX, comm)
         largest = self._largest_step(steepest)
         # The largest stable time step itself must pass, in spite of rounding.
-        stable = self.dt <= largest * (1 + 8 * jnp.finfo(found.dtype).eps)
+        stable = self.dt <= largest * (1 + 8 * jnp.finfo(measures.dtype).eps)
         if throw:
             require(bad == 0, "Heat: kappa must be positive and finite in every cell.", comm=comm)
             require(wild == 0, "Heat: the initial u must be finite in every cell.", comm=comm)

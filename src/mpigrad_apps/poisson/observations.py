@@ -205,10 +205,10 @@ def observe_points(
     # In units of cells, relative to the first centre.
     place = coordinates / np.asarray(grid.spacing) - 0.5
     owner_cell = np.clip(np.rint(place), 0, np.asarray(grid.shape) - 1).astype(np.int64)
-    mine = np.ones(len(values), bool)
+    is_local = np.ones(len(values), bool)
     for axis, part in enumerate(grid.slices):
-        mine &= (owner_cell[:, axis] >= part.start) & (owner_cell[:, axis] < part.stop)
-    place, values = place[mine], values[mine]
+        is_local &= (owner_cell[:, axis] >= part.start) & (owner_cell[:, axis] < part.stop)
+    place, values = place[is_local], values[is_local]
     low = np.floor(place).astype(np.int64)
     fraction = place - low
     cells, weights = [], []

@@ -185,11 +185,11 @@ def _report(
         draws = _some(posterior.unknowns)
     curves = pool.map(functools.partial(predict_patient, model), data)
     fits = _each(curves(draws.shared, jnp.swapaxes(draws.effects, 0, 1)), cohort)
-    found = Estimates(cohort, truth, mode, draws, posterior, summary, fits)
+    estimates = Estimates(cohort, truth, mode, draws, posterior, summary, fits)
     path = settings.out / "report.html"
     with raise_on_all_ranks(comm):
         if comm.rank == 0:
-            path = write_outputs(settings, model, found, comm.size)
+            path = write_outputs(settings, model, estimates, comm.size)
             if warning := disagreement(summary):
                 print(f"population: {warning}", flush=True)
             print(f"report: {path}", flush=True)

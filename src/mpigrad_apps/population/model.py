@@ -102,13 +102,13 @@ class Model:
         """Compute the log density of one patient's measurements and effects, NaN on failure."""
         parameters = self.individual(shared, effects, record.weight)
         measured = jnp.isfinite(record.concentrations)
-        found = self.kinetics.concentrations(
+        concentrations = self.kinetics.concentrations(
             parameters, record.dose_times, record.doses, record.times
         )
         # Concentrations below the accuracy of the integration cannot be compared.
         least = self.kinetics.rtol * 1e-3 * jnp.max(record.doses) / jnp.exp(parameters[2])
-        found = jnp.where(found < least, least, found)  # a NaN stays one
-        error = jnp.log(jnp.where(measured, record.concentrations, 1.0)) - jnp.log(found)
+        concentrations = jnp.where(concentrations < least, least, concentrations)  # a NaN stays one
+        error = jnp.log(jnp.where(measured, record.concentrations, 1.0)) - jnp.log(concentrations)
         scaled = jnp.where(measured, error, 0.0) * jnp.exp(-shared.log_noise)
         constants = jnp.sum(measured) * (shared.log_noise + 0.5 * jnp.log(2 * jnp.pi))
         return -0.5 * jnp.sum(scaled**2) - constants + jnp.sum(_normal(effects))

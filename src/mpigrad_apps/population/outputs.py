@@ -101,15 +101,15 @@ def write_outputs(settings: Settings, model: Model, found: Estimates, ranks: int
     )
 
 
-def _shared(found: Estimates) -> dict[str, object]:
+def _shared(estimates: Estimates) -> dict[str, object]:
     """Return a text for each value: median and 90 % interval, or the mode, and the truth."""
-    true = None if found.truth is None else shared_values(found.truth.shared)
-    mode = shared_values(found.mode.value.shared)
+    true = None if estimates.truth is None else shared_values(estimates.truth.shared)
+    mode = shared_values(estimates.mode.value.shared)
     rows: dict[str, object] = {}
     for k, name in enumerate(shared_names()):
         text = f"{mode[k]:.3g} (mode)"
-        if name in found.summary:
-            known = found.summary[name]
+        if name in estimates.summary:
+            known = estimates.summary[name]
             text = f"{known.median:.3g} ({known.low:.3g} to {known.high:.3g})"
         unit = f" ({UNITS[k]})" if k < len(UNITS) else ""
         rows[name + unit] = text + ("" if true is None else f", truth {true[k]:.3g}")
@@ -143,24 +143,24 @@ def _sampling(posterior: Posterior, summary: dict[str, Summary]) -> report.Table
     )
 
 
-def _mode(found: Estimates) -> dict[str, object]:
+def _mode(estimates: Estimates) -> dict[str, object]:
     return {
-        "ended": found.mode.result.message,
-        "log density": f"{-found.mode.stats['loss']:.6f}",
-        "norm of its gradient": f"{found.mode.stats['gradient_norm']:.3e}",
-        "evaluations of density and gradient": found.mode.stats["evaluations"],
+        "ended": estimates.mode.result.message,
+        "log density": f"{-estimates.mode.stats['loss']:.6f}",
+        "norm of its gradient": f"{estimates.mode.stats['gradient_norm']:.3e}",
+        "evaluations of density and gradient": estimates.mode.stats["evaluations"],
     }
 
 
-def _ending(settings: Settings, found: Estimates) -> str:
-    posterior = found.posterior
+def _ending(settings: Settings, estimates: Estimates) -> str:
+    posterior = estimates.posterior
     if posterior is None:
         stopped = " The run was stopped before the first draw." if settings.draws else ""
         return f"The mode of the posterior, without draws.{stopped}"
     chains, draws = posterior.steps.shape
     stopped = "" if draws >= settings.draws else f", stopped at draw {draws} of {settings.draws}"
     text = f"{chains} chains of {draws} draws by NUTS{stopped}."
-    return f"{text} {disagreement(found.summary)}".rstrip()
+    return f"{text} {disagreement(estimates.summary)}".rstrip()
 
 
 def disagreement(summary: dict[str, Summary]) -> str:

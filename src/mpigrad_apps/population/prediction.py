@@ -49,11 +49,11 @@ def predict_patient(
 
     def concentrations(shared: Shared, effects: Array) -> Array:
         parameters = model.individual(shared, effects, record.weight)
-        found = model.kinetics.concentrations(
+        values = model.kinetics.concentrations(
             parameters, record.dose_times, record.doses, every[order]
         )
-        return found[jnp.argsort(order)]
+        return values[jnp.argsort(order)]
 
-    found = jax.vmap(concentrations)(shared, effects)
-    low, middle, high = jnp.quantile(found, jnp.array([0.05, 0.5, 0.95]), axis=0)
+    curves = jax.vmap(concentrations)(shared, effects)
+    low, middle, high = jnp.quantile(curves, jnp.array([0.05, 0.5, 0.95]), axis=0)
     return Prediction(times, low[:_TIMES], middle[:_TIMES], high[:_TIMES], middle[_TIMES:])

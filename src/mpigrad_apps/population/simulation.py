@@ -59,18 +59,18 @@ def simulate(patients: int, seed: int, kinetics: Kinetics) -> tuple[Cohort, Trut
     for patient in range(patients):
         generator = np.random.default_rng([seed, patient])
         weight = float(np.round(np.clip(generator.normal(75.0, 12.0), 45.0, 130.0), 1))
-        given = [(0.0, 100.0)] if patient % 2 == 0 else [(t, 50.0) for t in (0.0, 12.0, 24.0)]
+        doses = [(0.0, 100.0)] if patient % 2 == 0 else [(t, 50.0) for t in (0.0, 12.0, 24.0)]
         samples = int(generator.integers(6, 13))
         # Early samples show the absorption, late samples the second compartment.
         times = np.exp(generator.uniform(np.log(0.25), np.log(48.0), samples))
         times = np.unique(np.round(times, 2))
         effects = jnp.asarray(generator.normal(size=5))
         parameters = model.individual(shared, effects, jnp.asarray(weight))
-        blank = make_patient_record(weight, given, [(t, 1.0) for t in times])
+        blank = make_patient_record(weight, doses, [(t, 1.0) for t in times])
         exact = concentrations(parameters, blank.dose_times, blank.doses, blank.times)
         errors = np.exp(_NOISE * generator.normal(size=len(times)))
         measured = np.asarray(exact)[: len(times)] * errors
-        records.append(make_patient_record(weight, given, zip(times, measured, strict=True)))
+        records.append(make_patient_record(weight, doses, zip(times, measured, strict=True)))
         individual.append(np.asarray(parameters))
     names = tuple(f"{patient + 1}" for patient in range(patients))
     return Cohort(names, tuple(records)), Truth(shared, np.stack(individual))

@@ -116,22 +116,22 @@ class _Epochs:
 
 def strategies(settings: Settings) -> dict[str, Strategy]:
     """Return the strategies of the trainings by the names of their directories."""
-    found: dict[str, Strategy] = {}
+    by_name: dict[str, Strategy] = {}
     for mode in settings.mode:
         if mode == "synchronous":
-            found[mode] = Synchronous(
+            by_name[mode] = Synchronous(
                 compression=None if settings.compression == "none" else settings.compression,
                 accumulate=settings.accumulate,
                 clip=settings.clip,
             )
         elif mode == "local":
-            found[mode] = LocalSGD(settings.every)
+            by_name[mode] = LocalSGD(settings.every)
         else:
             for bound in settings.staleness:
-                found[f"{mode}-{bound}"] = ParameterServer(
+                by_name[f"{mode}-{bound}"] = ParameterServer(
                     staleness=bound, scale_by_staleness=settings.scale_by_staleness
                 )
-    return found
+    return by_name
 
 
 def _train(
@@ -177,9 +177,9 @@ def _train(
             steps = _steps(history)
             if not history.interrupted and epoch == len(epochs):
                 now = EpochRecord(epoch, steps[-1].samples, steps[-1].seconds)
-                found = test(training.model)
+                scores = test(training.model)
                 left = progress.advance()
-                epochs.append(_record_epoch(now, found, settings, name, left, comm))
+                epochs.append(_record_epoch(now, scores, settings, name, left, comm))
             stopped = history.interrupted or any(comm.mpi.allgather(stop.requested()))
             if stopped:
                 ending = f"stopped in epoch {epoch}"
@@ -228,20 +228,20 @@ def _read_epochs(out: pathlib.Path) -> list[EpochRecord]:
 
 def _record_epoch(
     epoch: EpochRecord,
-    found: dict[str, float],
+    scores: dict[str, float],
     settings: Settings,
     name: str,
     left: str,
     comm: Communicator,
 ) -> EpochRecord:
     """Return the epoch with its test results. Rank 0 writes and prints them."""
-    epoch = dataclasses.replace(epoch, **found)
+    epoch = dataclasses.replace(epoch, **scores)
     with raise_on_all_ranks(comm):
         if comm.rank == 0:
             path = settings.out / name / _EPOCHS
             with name_in_errors(path), open(path, "a", encoding="utf-8") as file:
                 file.write(json.dumps(dataclasses.asdict(epoch)) + "\n")
-            values = "".join(f"  {what} {value:.4f}" for what, value in found.items())
+            values = "".join(f"  {what} {value:.4f}" for what, value in scores.items())
             place = f"{epoch.epoch}/{settings.epochs}"
             print(f"{name}: epoch {place}{values}  {duration(epoch.seconds)}{left}", flush=True)
     return epoch

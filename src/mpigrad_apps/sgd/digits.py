@@ -34,9 +34,9 @@ def read_digits() -> tuple[Train, HeldOut]:
     >>> pictures.shape, digits.shape, len(held_out[0])
     ((1440, 1, 8, 8), (1440,), 357)
     """
-    found = load_digits()
-    pictures = (found.images[:, None] / 8 - 1).astype(np.float32)  # type: ignore[union-attr]
-    labels = found.target.astype(np.int64)  # type: ignore[union-attr]
+    digits = load_digits()
+    pictures = (digits.images[:, None] / 8 - 1).astype(np.float32)  # type: ignore[union-attr]
+    labels = digits.target.astype(np.int64)  # type: ignore[union-attr]
     order = np.random.default_rng(_SPLIT).permutation(len(labels))
     test, train = order[:_HELD_OUT], order[_HELD_OUT:]
     return (pictures[train], labels[train]), (pictures[test], labels[test])

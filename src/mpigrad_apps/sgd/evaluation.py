@@ -35,7 +35,7 @@ def make_evaluator(task: Task, size: int, comm: Communicator) -> Callable[[Any],
     and, if the task has a score, "score". The dictionary is empty without held-out samples.
     """
     count = len(task.held_out[0]) if task.held_out else 0
-    own = np.arange(count * comm.rank // comm.size, count * (comm.rank + 1) // comm.size)
+    local_rows = np.arange(count * comm.rank // comm.size, count * (comm.rank + 1) // comm.size)
     functions = {"loss": task.loss} | ({"score": task.score} if task.score else {})
     if task.framework == "jax":
         functions = {name: jax.jit(function) for name, function in functions.items()}
@@ -46,13 +46,13 @@ def make_evaluator(task: Task, size: int, comm: Communicator) -> Callable[[Any],
             raise_on_all_ranks(comm),
             _not_training(task, model),
         ):  # a rank without samples cannot fail by itself
-            for start in range(0, len(own), size):
-                rows = own[start : start + size]
+            for start in range(0, len(local_rows), size):
+                rows = local_rows[start : start + size]
                 batch = tuple(array[rows] for array in task.held_out)
                 for name, function in functions.items():
                     totals[name] += float(function(model, *batch)) * len(rows)
-        means = {name: total / max(len(own), 1) for name, total in totals.items()}
-        return mean(means, len(own), comm)
+        means = {name: total / max(len(local_rows), 1) for name, total in totals.items()}
+        return mean(means, len(local_rows), comm)
 
     return evaluate if count else lambda model: {}
 

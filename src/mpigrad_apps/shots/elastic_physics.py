@@ -78,25 +78,25 @@ class ElasticPhysics(Physics):
         A file without a density gets Gardner's, 310 vp^(1/4) (Gardner et al. 1974). A file without
         S velocities gets vp / sqrt(3), and 0 in water.
         """
-        given = dict(fields)
-        if "vp" in given:
-            given.setdefault("rho", 310 * given["vp"] ** 0.25)
-            given.setdefault("vs", np.where(given["vp"] > _WATER, given["vp"] / 3**0.5, 0.0))
-        missing = {"vp", "vs", "rho"} - given.keys()
-        if missing and not {"lambda", "mu", "rho"} <= given.keys():
+        arrays = dict(fields)
+        if "vp" in arrays:
+            arrays.setdefault("rho", 310 * arrays["vp"] ** 0.25)
+            arrays.setdefault("vs", np.where(arrays["vp"] > _WATER, arrays["vp"] / 3**0.5, 0.0))
+        missing = {"vp", "vs", "rho"} - arrays.keys()
+        if missing and not {"lambda", "mu", "rho"} <= arrays.keys():
             raise ValueError(
                 "--model: elastic waves need vp, or lambda, mu and rho, and the model has "
                 f"{', '.join(fields)}. Add the missing fields to the file."
             )
         if {"lambda", "mu"} & set(names):
-            if not {"lambda", "mu"} <= given.keys():
-                lam, mu = lame(given["vp"], given["vs"], given["rho"])
-                given |= {"lambda": np.asarray(lam), "mu": np.asarray(mu)}
-            return {name: given[name] for name in ("lambda", "mu", "rho")}
+            if not {"lambda", "mu"} <= arrays.keys():
+                lam, mu = lame(arrays["vp"], arrays["vs"], arrays["rho"])
+                arrays |= {"lambda": np.asarray(lam), "mu": np.asarray(mu)}
+            return {name: arrays[name] for name in ("lambda", "mu", "rho")}
         if missing:
-            lam, mu, rho = (given[name] for name in ("lambda", "mu", "rho"))
-            given |= {"vp": np.sqrt((lam + 2 * mu) / rho), "vs": np.sqrt(mu / rho)}
-        return {name: given[name] for name in ("vp", "vs", "rho")}
+            lam, mu, rho = (arrays[name] for name in ("lambda", "mu", "rho"))
+            arrays |= {"vp": np.sqrt((lam + 2 * mu) / rho), "vs": np.sqrt(mu / rho)}
+        return {name: arrays[name] for name in ("vp", "vs", "rho")}
 
     def propagate(
         self,

@@ -182,11 +182,12 @@ def require_distances(
     option: str, path: Any, model: ModelFile | Volume, spacing: tuple[float, ...]
 ) -> None:
     """Raise a ValueError if the traces of a SEG-Y file have other distances than the cells."""
-    for h, found in zip(spacing, model.distances, strict=False):
-        if found is not None and abs(h - found[0]) > found[1]:
+    for h, distance in zip(spacing, model.distances, strict=False):
+        if distance is not None and abs(h - distance[0]) > distance[1]:
             raise ValueError(
-                f"{option}: expected {found[0]:g} m, the distance of the traces of {path} in CDP_X "
-                f"and CDP_Y (bytes 181-188), got {h:g} m. Give the sizes of the cells by --spacing."
+                f"{option}: expected {distance[0]:g} m, the distance of the traces of {path} in "
+                f"CDP_X and CDP_Y (bytes 181-188), got {h:g} m. Give the sizes of the cells by "
+                "--spacing."
             )
 
 
@@ -210,25 +211,30 @@ def experiment_of(
         Velocities of the whole model. Default: those of `fields`.
     """
     spacing = spacing_of(options, model)
-    own = model.acquisition
+    acquisition = model.acquisition
     size = tuple(n * h for n, h in zip(model.shape, spacing, strict=True))
     speeds = speeds_of(fields) if speeds is None else speeds
     fast, slow, limiting = speeds
     stable = stable_step(limiting, spacing)
-    dt = options.dt or (own.dt if own else stable)
+    dt = options.dt or (acquisition.dt if acquisition else stable)
     peak = options.frequency or slow / (_CELLS * max(spacing))
     steps = options.steps
     if steps is None:
         steps = math.ceil((2 * math.hypot(*size) / fast + 1.5 / peak) / dt)
-        if own:
-            steps = math.ceil(own.steps * own.dt / dt - 1e-9)
+        if acquisition:
+            steps = math.ceil(acquisition.steps * acquisition.dt / dt - 1e-9)
     has_file_sources = options.survey is None and options.depth is None
-    sources, receivers = survey_positions(options, own, spacing, model.shape)
+    sources, receivers = survey_positions(options, acquisition, spacing, model.shape)
     wavelets, file = ricker(peak, dt, steps)[None, None, :], None
     if options.wavelet is not None:
         wavelets, file = read_wavelets(options.wavelet, steps, dt), options.wavelet
-    elif own and own.wavelets is not None and has_file_sources and options.frequency is None:
-        wavelets, file = _resample(own, steps, dt), options.model
+    elif (
+        acquisition
+        and acquisition.wavelets is not None
+        and has_file_sources
+        and options.frequency is None
+    ):
+        wavelets, file = _resample(acquisition, steps, dt), options.model
         wavelets = wavelets[select_evenly(options.shots, len(wavelets), "--shots")]
     if len(wavelets) not in (1, len(sources)) or wavelets.shape[1] not in (1, sources.shape[1]):
         raise ValueError(
@@ -258,14 +264,18 @@ def experiment_of(
     )
 
 
-def _resample(own: Acquisition, steps: int, dt: float) -> Float[np.ndarray, "shots sources steps"]:
+def _resample(
+    acquisition: Acquisition, steps: int, dt: float
+) -> Float[np.ndarray, "shots sources steps"]:
     """Interpolate a file's wavelets linearly at the time steps of the run, zero after their end."""
-    assert own.wavelets is not None
-    if steps == own.steps and math.isclose(dt, own.dt):
-        return own.wavelets
-    given = np.arange(own.steps) * own.dt
+    assert acquisition.wavelets is not None
+    if steps == acquisition.steps and math.isclose(dt, acquisition.dt):
+        return acquisition.wavelets
+    file_times = np.arange(acquisition.steps) * acquisition.dt
     wanted = np.arange(steps) * dt
-    return np.apply_along_axis(lambda w: np.interp(wanted, given, w, right=0.0), -1, own.wavelets)
+    return np.apply_along_axis(
+        lambda w: np.interp(wanted, file_times, w, right=0.0), -1, acquisition.wavelets
+    )
 
 
 def p_velocity(fields: Mapping[str, Any]) -> Any:

@@ -39,7 +39,7 @@ def read_mat(path: pathlib.Path) -> dict[str, NDArray[Any]]:
     done = subprocess.run(words, capture_output=True, check=False)
     if done.returncode:
         raise ValueError("SciPy's reader of MATLAB files crashed, so the file is damaged")
-    found = pickle.loads(done.stdout)
-    if isinstance(found, str):
-        raise ValueError(found)
-    return {name: value for name, value in found.items() if isinstance(value, np.ndarray)}
+    contents = pickle.loads(done.stdout)
+    if isinstance(contents, str):
+        raise ValueError(contents)
+    return {name: value for name, value in contents.items() if isinstance(value, np.ndarray)}

@@ -240,14 +240,17 @@ def read_wavelets(
     """
     samples = read_samples(path, "wavelets")
     require_interval("--wavelet", path, samples.interval, dt)
-    given = samples.values
-    if given.ndim not in (1, 2, 3):
+    values = samples.values
+    if values.ndim not in (1, 2, 3):
         raise ValueError(
-            f"{path}: expected wavelets with one to three axes, time last, got shape {given.shape}."
+            f"{path}: expected wavelets with one to three axes, time last, got shape "
+            f"{values.shape}."
         )
-    if not np.all(np.isfinite(given)):
+    if not np.all(np.isfinite(values)):
         raise ValueError(f"{path}: the wavelets have samples that are not finite. Check the file.")
-    wavelets = given.reshape((1,) * (2 - given.ndim) + given.shape) if given.ndim < 3 else given
+    wavelets = (
+        values.reshape((1,) * (2 - values.ndim) + values.shape) if values.ndim < 3 else values
+    )
     if wavelets.ndim == 2:
         wavelets = wavelets[:, None, :]
     fitting = np.zeros((*wavelets.shape[:2], steps))
@@ -375,8 +378,10 @@ def _with_units_and_axes(path: pathlib.Path, contents: _Contents) -> dict[str, N
             arrays[name] = arrays[name].T if turned else arrays[name]
             order[name] = (labels[1], labels[0]) if turned else (labels[0], labels[1])
     if len(set(order.values())) > 1:
-        found = ", ".join(f"{n} ({', '.join(axes)})" for n, axes in order.items())
-        raise ValueError(f"{path}: expected the same axes of all fields, got {found}. Rename them.")
+        listing = ", ".join(f"{n} ({', '.join(axes)})" for n, axes in order.items())
+        raise ValueError(
+            f"{path}: expected the same axes of all fields, got {listing}. Rename them."
+        )
     axes = {"x", *_DEPTHS, *next(iter(order.values()), ())}
     for name in [n for n in contents.arrays if n.lower() in axes]:
         centers, unit = arrays.pop(name), contents.units.get(name)
@@ -385,13 +390,13 @@ def _with_units_and_axes(path: pathlib.Path, contents: _Contents) -> dict[str, N
         arrays[name.lower()] = centers
     centers = _spacing_of_centers(path, arrays, next(iter(order.values()), None))
     if centers is not None:
-        given = _spacing(path, arrays)
-        if given is not None and not np.allclose(given, centers, rtol=1e-3):
+        spacing = _spacing(path, arrays)
+        if spacing is not None and not np.allclose(spacing, centers, rtol=1e-3):
             raise ValueError(
-                f"{path}: expected one spacing, got {given} in the file and {centers} from its "
+                f"{path}: expected one spacing, got {spacing} in the file and {centers} from its "
                 "cell centres. Correct one of them."
             )
-        if given is None:
+        if spacing is None:
             arrays["spacing"] = np.array(centers)
     return arrays
 
@@ -427,19 +432,19 @@ def _spacing_of_centers(
         if "x" not in arrays or not down:
             return None
         order = "x", down[-1] if len(down) < 3 else "z"
-    given = {axis: arrays[axis] for axis in order if axis in arrays}
-    if not given:
+    centers = {axis: arrays[axis] for axis in order if axis in arrays}
+    if not centers:
         return None
     for n, axis in zip(field.shape, order, strict=True):
-        if axis not in given and "spacing" in arrays:
+        if axis not in centers and "spacing" in arrays:
             return None
-        if axis not in given or given[axis].size != n or given[axis].dtype.kind not in "iuf":
-            found = "none" if axis not in given else f"shape {given[axis].shape}"
+        if axis not in centers or centers[axis].size != n or centers[axis].dtype.kind not in "iuf":
+            description = "none" if axis not in centers else f"shape {centers[axis].shape}"
             raise ValueError(
                 f"{path}: expected {n} cell centres {axis} for {' x '.join(map(str, field.shape))} "
-                f"cells, got {found}. Save the centres of both axes, or the spacing."
+                f"cells, got {description}. Save the centres of both axes, or the spacing."
             )
-    return tuple(even_step(path, a, np.ravel(v).astype(float)) for a, v in given.items())
+    return tuple(even_step(path, a, np.ravel(v).astype(float)) for a, v in centers.items())
 
 
 def _model(
@@ -547,10 +552,10 @@ def _acquisition(arrays: Mapping[str, NDArray[Any]], spacing: tuple[float, float
 
 
 def _checked(
-    path: pathlib.Path, name: str, given: NDArray[Any], expected: tuple[int, ...]
+    path: pathlib.Path, name: str, values: NDArray[Any], expected: tuple[int, ...]
 ) -> Float[np.ndarray, "nx ny"]:
     """Return a field in float64, or raise an error if it is not valid."""
-    field = checked_field(path, name, given)
+    field = checked_field(path, name, values)
     if field.ndim != 2 or field.size == 0:
         hint = "" if field.ndim != 3 else " Save a volume for mpigrad run fwi as .npy or .zarr."
         raise ValueError(

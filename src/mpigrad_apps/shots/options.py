@@ -100,12 +100,12 @@ class WaveOptions:
     def _check_axes(self) -> None:
         """Raise a ValueError if the number of cells or lengths is not that of possible axes."""
         expected = "two or three" if self.volumes else "two"
-        for option, given in (("--cells", self.cells), ("--spacing", self.spacing)):
-            if given is None or len(given) == 2 or (len(given) == 3 and self.volumes):
+        for option, sizes in (("--cells", self.cells), ("--spacing", self.spacing)):
+            if sizes is None or len(sizes) == 2 or (len(sizes) == 3 and self.volumes):
                 continue
-            hint = "" if self.volumes or len(given) != 3 else " Volumes: mpigrad run fwi."
+            hint = "" if self.volumes or len(sizes) != 3 else " Volumes: mpigrad run fwi."
             raise ValueError(
-                f"{option}: expected {expected} numbers, one for each axis, got {len(given)}.{hint}"
+                f"{option}: expected {expected} numbers, one for each axis, got {len(sizes)}.{hint}"
             )
 
 

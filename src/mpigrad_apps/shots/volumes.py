@@ -224,8 +224,10 @@ def _describe_zarr(path: pathlib.Path, name: str) -> Volume | None:
         if not any(array.ndim == 3 for array in fields.values()):
             return None
         check_zarr_size(path, fields)
-        given = node.attrs.get("spacing")
-        spacing = None if given is None else np.broadcast_to(np.asarray(given, float).ravel(), 3)
+        attribute = node.attrs.get("spacing")
+        spacing = (
+            None if attribute is None else np.broadcast_to(np.asarray(attribute, float).ravel(), 3)
+        )
         labels = {field: axis_labels(array) for field, array in fields.items()}
         axes = next((axes for axes in labels.values() if axes), None) or ("x", "y", "z")
         centers = {
@@ -327,9 +329,9 @@ def _steps(
     """Return the distances between cell centres in m, or raise an error if they do not fit."""
     for n, axis in zip(shape, axes, strict=True):
         if axis not in centers or centers[axis].shape != (n,):
-            found = f"{len(centers[axis])} of them" if axis in centers else "none"
+            count = f"{len(centers[axis])} of them" if axis in centers else "none"
             raise ValueError(
-                f"{path}: expected {n} cell centres {axis} for {_times(shape)} cells, got {found}. "
+                f"{path}: expected {n} cell centres {axis} for {_times(shape)} cells, got {count}. "
                 "Save the centres of all axes, or the attribute spacing."
             )
     return [
