@@ -42,7 +42,9 @@ def gather_errors(comm: Communicator, error: Exception | None) -> list[FoundErro
     if error is not None:
         report = type(error).__name__, str(error), "".join(traceback.format_exception(error))
     reports = comm.mpi.allgather(report)
-    return [FoundError(rank, *found) for rank, found in enumerate(reports) if found is not None]
+    return [
+        FoundError(rank, *details) for rank, details in enumerate(reports) if details is not None
+    ]
 
 
 def raise_error(comm: Communicator, error: Exception | None) -> None:
@@ -55,15 +57,15 @@ def raise_error(comm: Communicator, error: Exception | None) -> None:
     if error is not None:
         kind = next((base for base in _PLAIN if isinstance(error, base)), RuntimeError)
         report = kind, str(error)
-    for rank, found in enumerate(comm.mpi.allgather(report)):
-        if found is not None:
-            _raise(found, rank, error if rank == comm.rank else None)
+    for rank, rank_report in enumerate(comm.mpi.allgather(report)):
+        if rank_report is not None:
+            _raise(rank_report, rank, error if rank == comm.rank else None)
 
 
-def _raise(found: tuple[type[Exception], str], rank: int, own: Exception | None) -> NoReturn:
-    if own is not None:
-        raise own
-    kind, text = found
+def _raise(report: tuple[type[Exception], str], rank: int, error: Exception | None) -> NoReturn:
+    if error is not None:
+        raise error
+    kind, text = report
     raise kind(f"{text} (found on rank {rank})")
 
 
@@ -121,11 +123,11 @@ def _assert_same(values: Sequence[object], what: str) -> None:
     for rank, other in enumerate(values):
         ranks.setdefault(str(other), []).append(rank)
     if len(ranks) > 1:
-        found = "; ".join(
+        listing = "; ".join(
             f"{value} on rank{'s' * (len(members) > 1)} {_listed(members)}"
             for value, members in ranks.items()
         )
-        raise ValueError(f"{what} must be the same on all ranks, got {found}.")
+        raise ValueError(f"{what} must be the same on all ranks, got {listing}.")
 
 
 def _listed(ranks: list[int]) -> str:

@@ -357,14 +357,14 @@ class Communicator:
         for rank, other in enumerate(self.mpi.allgather(grid)):
             ranks.setdefault(other, []).append(rank)
         if len(ranks) > 1:
-            found = ", ".join(
+            listing = ", ".join(
                 f"dims={dims} and periods={rings} on "
                 f"{'ranks' if len(r) > 1 else 'rank'} {', '.join(map(str, r[:8]))}"
                 for (dims, rings), r in ranks.items()
             )
             raise ValueError(
-                f"cartesian: dims and periods must be the same on all ranks, got {found}. Give the "
-                "same arguments on every rank."
+                f"cartesian: dims and periods must be the same on all ranks, got {listing}. Give "
+                "the same arguments on every rank."
             )
 
     def free(self) -> None:

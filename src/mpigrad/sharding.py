@@ -123,26 +123,26 @@ def to_sharded(x: Any, mesh: Mesh, spec: PartitionSpec, comm: Communicator | Non
                 "to_sharded: spec must be a jax.sharding.PartitionSpec, got "
                 f"{type(spec).__name__}. Write PartitionSpec('x'), for example."
             )
-        own = mesh.devices.flat[comm.rank]
+        device = mesh.devices.flat[comm.rank]
         x = x if isinstance(x, jax.Array) else jnp.asarray(x)
         value = _concrete(x, "to_sharded")
         if not isinstance(value, jax.Array):  # an array of NumPy that is differentiated
-            x = jax.device_put(x, own)
+            x = jax.device_put(x, device)
             value = _concrete(x, "to_sharded")
         if not value.is_fully_addressable:
             raise ValueError(
                 f"to_sharded: x must be this rank's array, got a sharded global array of shape "
                 f"{x.shape}. Use it as it is, or change its sharding by jax.device_put."
             )
-        if value.devices() != {own}:
+        if value.devices() != {device}:
             raise ValueError(
                 f"to_sharded: x is on {', '.join(map(str, value.devices()))}, but the device of "
-                f"rank {comm.rank} in the mesh is {own}. Use "
+                f"rank {comm.rank} in the mesh is {device}. Use "
                 "jax.device_put(x, mesh.local_devices[0])."
             )
         _check_spec(mesh, spec, x.ndim)
-    found = f"shape {x.shape}, dtype {x.dtype}, {spec} and mesh {dict(mesh.shape)}"
-    assert_same_on_all_ranks(comm, found, "to_sharded: x, spec and mesh")
+    description = f"shape {x.shape}, dtype {x.dtype}, {spec} and mesh {dict(mesh.shape)}"
+    assert_same_on_all_ranks(comm, description, "to_sharded: x, spec and mesh")
     layout = _layout(mesh, spec, x.ndim, comm)
     if layout.replicas is not None and guard_enabled():
         _check_replicas(np.asarray(value), layout, comm)
@@ -203,8 +203,8 @@ def from_sharded(x: Any, comm: Communicator | None = None) -> Any:
             )
         mesh = sharding.mesh
         _check_mesh(mesh, comm, "from_sharded")
-    found = f"shape {x.shape}, dtype {x.dtype}, {sharding.spec} and mesh {dict(mesh.shape)}"
-    assert_same_on_all_ranks(comm, found, "from_sharded: x and its sharding")
+    description = f"shape {x.shape}, dtype {x.dtype}, {sharding.spec} and mesh {dict(mesh.shape)}"
+    assert_same_on_all_ranks(comm, description, "from_sharded: x and its sharding")
     layout = _layout(mesh, sharding.spec, x.ndim, comm)
     (y,) = from_sharded_p.bind(x, layout=layout)
     if isinstance(y, Tracer):
@@ -239,9 +239,9 @@ def _check_mesh(mesh: Any, comm: Communicator, name: str) -> None:
             "jax.distributed.initialize(cluster_detection_method='mpi4py'), before other JAX calls."
         )
     processes = [device.process_index for device in mesh.devices.flat]
-    if (own := processes.count(jax.process_index())) > 1:
+    if (n_devices := processes.count(jax.process_index())) > 1:
         raise ValueError(
-            f"{name}: the mesh must have one device of each rank, got {own} devices of rank "
+            f"{name}: the mesh must have one device of each rank, got {n_devices} devices of rank "
             f"{comm.rank}. Start one rank for each device, or give each rank one of them with "
             "local_device_ids in jax.distributed.initialize."
         )
@@ -299,10 +299,10 @@ def _to_local(x: Any, *, layout: _Layout) -> list[jax.Array]:
         return [x[layout.sharding.addressable_devices_indices_map(x.shape)[layout.device]]]
     if not x.sharding.is_equivalent_to(layout.sharding, x.ndim):  # a cotangent that JAX placed
         x = jax.device_put(x, layout.sharding)
-    own = x.addressable_data(0)
+    shard = x.addressable_data(0)
     # On one rank the shard of JAX keeps the sharding of the whole.
     alone = SingleDeviceSharding(layout.device)
-    return [jax.make_array_from_single_device_arrays(own.shape, alone, [own])]
+    return [jax.make_array_from_single_device_arrays(shard.shape, alone, [shard])]
 
 
 def _global_shape(x: Any, a: Any, *, layout: _Layout) -> list[Any]:
