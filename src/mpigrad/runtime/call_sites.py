@@ -169,8 +169,8 @@ def program_line(places: Iterable[tuple[str, int]]) -> str:
     Lines of the program's own files come before lines of installed packages. "" for an empty stack.
     """
     outside = [place for place in places if _is_outside(place[0])]
-    own = [place for place in outside if not _is_installed(place[0])]
-    candidates = own or outside
+    program_places = [place for place in outside if not _is_installed(place[0])]
+    candidates = program_places or outside
     return _text(*candidates[0]) if candidates else ""
 
 
@@ -183,8 +183,8 @@ def call_site_of(places: Iterable[tuple[str, int]]) -> int:
     JAX keeps only the innermost part of a stack. If it has no line of the program's own files, this
     is the line that is executed now: the call that compiles the function.
     """
-    own = [place for place in places if not _is_installed(place[0])]
-    text = program_line(own) or program_line(_stack())
+    program_places = [place for place in places if not _is_installed(place[0])]
+    text = program_line(program_places) or program_line(_stack())
     if text and text not in _loop_ids:
         _loop_ids[text] = _add(text, "")
     return _loop_ids.get(text, 0)

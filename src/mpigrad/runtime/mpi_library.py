@@ -52,11 +52,11 @@ def find_mpi_libraries(version: str) -> tuple[str, list[str]]:
         lines = [line.rstrip("\n").split(maxsplit=5) for line in maps]
     paths = dict.fromkeys(words[5] for words in lines if len(words) == 6 and _NAME.search(words[5]))
     versions = {path: _library_version(path) for path in paths} if len(paths) > 1 else {}
-    own = [path for path in paths if versions.get(path, _plain(version)) == _plain(version)]
-    own = own or list(paths)
-    if len(own) > 1:  # two copies of one release: mpi4py has initialised one of them
-        own = [path for path in own if _is_initialized(path)] or own
-    return (own[0] if own else ""), [path for path in paths if path not in own]
+    candidates = [path for path in paths if versions.get(path, _plain(version)) == _plain(version)]
+    candidates = candidates or list(paths)
+    if len(candidates) > 1:  # two copies of one release: mpi4py has initialised one of them
+        candidates = [path for path in candidates if _is_initialized(path)] or candidates
+    return (candidates[0] if candidates else ""), [path for path in paths if path not in candidates]
 
 
 def _is_initialized(path: str) -> bool:

@@ -44,8 +44,8 @@ def native_path(name: str) -> pathlib.Path | None:
 
 def hypre_built_with(path: pathlib.Path) -> str:
     """Return the MPI that a hypre module was built with, without loading it, or `ANY_MPI`."""
-    _, found, rest = path.read_bytes().partition(_MARKER)
-    return rest.split(b"\0", 1)[0].decode(errors="replace") if found else "an unknown MPI"
+    _, marker, rest = path.read_bytes().partition(_MARKER)
+    return rest.split(b"\0", 1)[0].decode(errors="replace") if marker else "an unknown MPI"
 
 
 # ---- The variant of the native code for this processor: MPIGRAD_CPU, or the best that it runs
