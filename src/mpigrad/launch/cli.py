@@ -191,8 +191,8 @@ def _run(arguments: list[str]) -> int:
     except TypeError as error:
         _refuse(str(error))
     parser = launch_parser(f"mpigrad run {name}", add_help=False)
-    parsed, own = parser.parse_known_args(words)
-    settings = _settings(app, name, own, parser)
+    parsed, app_options = parser.parse_known_args(words)
+    settings = _settings(app, name, app_options, parser)
     options = LaunchOptions.of(parsed)
     ranks, hosts = _check_options(options)
     try:
@@ -214,8 +214,10 @@ def _run(arguments: list[str]) -> int:
                 f"run {name} --overwrite: a job that is started again would overwrite its own "
                 "saves. Give another --out with --print-script."
             )
-        again = ["--resume"] if resumes and "--resume" not in own else []
-        return _print_script(["run", name, *own, *again], name, ranks, options, requeue=resumes)
+        again = ["--resume"] if resumes and "--resume" not in app_options else []
+        return _print_script(
+            ["run", name, *app_options, *again], name, ranks, options, requeue=resumes
+        )
     packed = base64.urlsafe_b64encode(pickle.dumps(settings)).decode()
     program = ["-m", "mpigrad.launch.run_application", name, packed]
     return _start(program, options, ranks, hosts)
@@ -262,9 +264,9 @@ def _launch(arguments: list[str]) -> int:
         action="store_true",
         help="with --as mpi4jax: the adjoint of allreduce is allreduce, not the identity",
     )
-    own, program = _split(arguments, parser)
-    _print_help(parser, own)
-    parsed, unknown = parser.parse_known_args(own)
+    option_words, program = _split(arguments, parser)
+    _print_help(parser, option_words)
+    parsed, unknown = parser.parse_known_args(option_words)
     if unknown:
         _refuse(f"launch: unknown option {unknown[0]}. See `mpigrad launch --help`.")
     options = LaunchOptions.of(parsed)

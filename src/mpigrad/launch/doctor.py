@@ -141,8 +141,13 @@ def within(version: str, supported: str) -> bool:
 
     for comparison in filter(None, (part.strip() for part in supported.split(","))):
         sign, bound = comparison.rstrip("0123456789. "), numbers(comparison)
-        own = numbers(version)
-        holds = {">=": own >= bound, "<": own < bound, "==": own == bound, ">": own > bound}
+        release = numbers(version)
+        holds = {
+            ">=": release >= bound,
+            "<": release < bound,
+            "==": release == bound,
+            ">": release > bound,
+        }
         if not holds.get(sign, True):
             return False
     return True
@@ -287,8 +292,8 @@ def _processor() -> list[Finding]:
             waves = waves_library().removeprefix("mpigrad_waves_")
         except ImportError as error:
             findings.append(_import_finding(error))
-        own = "waves, sums, digests" if waves == variant else f"sums, digests; waves: {waves}"
-        _row("processor", f"{variant} ({own})")
+        uses = "waves, sums, digests" if waves == variant else f"sums, digests; waves: {waves}"
+        _row("processor", f"{variant} ({uses})")
         check_processor()
     except ImportError as error:
         findings.append(_import_finding(error, stops_all=True))

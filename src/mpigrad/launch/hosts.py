@@ -64,12 +64,12 @@ def read_hosts(file: pathlib.Path) -> tuple[Host, ...]:
         words = line.partition("#")[0].strip()
         if not words:
             continue
-        found = _LINE.fullmatch(words)
-        if found is None:
+        match = _LINE.fullmatch(words)
+        if match is None:
             raise ValueError(
                 f"{file}, line {number}: expected a host, got {words!r}. Write: name slots=RANKS"
             )
-        name, count = found[1], int(found[2] or found[3] or 1)
+        name, count = match[1], int(match[2] or match[3] or 1)
         if count < 1:
             raise ValueError(
                 f"{file}, line {number}: {name} must take at least 1 rank, got {count}."

@@ -148,18 +148,18 @@ def rank_environment(
             settings |= family.oversubscribed
     added: dict[str, str] = {}
     for name, value in settings.items():
-        own = os.environ.get(name)
+        user_value = os.environ.get(name)
         separator = {"XLA_FLAGS": " ", "GLIBC_TUNABLES": ":"}.get(name)
-        if own is None or (separator and not own.strip()):
+        if user_value is None or (separator and not user_value.strip()):
             added[name] = value
-        elif name == "XLA_FLAGS" and not own.lstrip().startswith("-"):
+        elif name == "XLA_FLAGS" and not user_value.lstrip().startswith("-"):
             pass  # XLA_FLAGS is the name of a file with flags
         elif separator:
-            words = [w for w in value.split(separator) if w.split("=")[0] not in own]
+            words = [w for w in value.split(separator) if w.split("=")[0] not in user_value]
             # XLA stops reading flags at the first word that does not begin with a dash.
             last = [w for w in words if name == "XLA_FLAGS" and not w.startswith("-")]
             first = [w for w in words if w not in last]
-            added[name] = separator.join([*first, own, *last])
+            added[name] = separator.join([*first, user_value, *last])
     return added
 
 

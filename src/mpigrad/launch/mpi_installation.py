@@ -254,11 +254,11 @@ def _fits(launcher: Launcher, library: Library) -> bool:
     return launcher.family.key == library.family.key
 
 
-def _other_mpi(library: Library, found: list[Launcher], verb: str) -> str:
+def _other_mpi(library: Library, candidates: list[Launcher], verb: str) -> str:
     install = library.family.install if library.family else "its own mpiexec"
     return (
         f"mpigrad: mpi4py runs on {library.version} ({library.path}), but {verb} "
-        f"{', '.join(map(str, found))}, which belongs to another MPI: every rank would be alone in "
-        f"its world.\n  Install the launcher of this MPI ({install}), or set "
+        f"{', '.join(map(str, candidates))}, which belongs to another MPI: every rank would be "
+        f"alone in its world.\n  Install the launcher of this MPI ({install}), or set "
         "MPIGRAD_MPIEXEC=/path/to/mpiexec."
     )
