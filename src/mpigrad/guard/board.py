@@ -188,13 +188,13 @@ def share(lib: ctypes.CDLL) -> Board:
             near.Free()
     _board_file.extend([lock] if lock is not None else [])
     _host_indices.update((rank, index) for index, rank in enumerate(host))
-    mine = host.index(world.rank)
+    own_index = host.index(world.rank)
     namespace = os.stat("/proc/self/ns/pid").st_ino
-    header = lib.mpigrad_use_board(memory, mine, len(host), world.rank, namespace)
+    header = lib.mpigrad_use_board(memory, own_index, len(host), world.rank, namespace)
     return Board(
         view(header, HEADER, 1).reshape(()),
         view(lib.mpigrad_slots(), SLOT, len(host)),
-        mine,
+        own_index,
         tuple(host),
         lock,
     )
@@ -312,8 +312,8 @@ def register(lib: ctypes.CDLL, slot: int, rank: int, gather: Any) -> None:
     wanted = os.environ.get("MPIGRAD_SHARED_MEMORY", "1") != "0" and not on_device
     me = MPI.COMM_WORLD.rank
     reserved = not _board_file or _reserve_entry(_board_file[0], _host_indices[me], slot)
-    own = (me, slot, next(_communicator_ids), wanted, reserved)
-    places: Sequence[tuple[int, int, int, bool, bool]] = gather(own)
+    place = (me, slot, next(_communicator_ids), wanted, reserved)
+    places: Sequence[tuple[int, int, int, bool, bool]] = gather(place)
     if full := [p[0] for p in places if not p[4]]:
         raise MemoryError(
             "Communicator: there is no space for another communicator in the shared memory of "

@@ -224,8 +224,8 @@ class Reader:
         """
         if tag < 0:
             return " (any tag)"
-        given = tag // DERIVATIVE_SPACES if entry % 2 else tag
-        return f" (tag {given})" if given <= TAG_LIMIT else ""
+        program_tag = tag // DERIVATIVE_SPACES if entry % 2 else tag
+        return f" (tag {program_tag})" if program_tag <= TAG_LIMIT else ""
 
     def partner(self, identity: int, rank: int) -> str:
         """Return the text of a partner: its rank in MPI_COMM_WORLD, if known."""

@@ -210,12 +210,12 @@ def open_host_query(board: b.Board, own_states: Callable[[], list[str]]) -> Host
     world = MPI.COMM_WORLD
     if len(board.slots) == world.size:
         return None
-    listener, own = None, None
+    listener, own_address = None, None
     if board.own_index == 0:
         listener, port = _listen()
         secret = secrets.token_bytes(_SECRET)
-        own = _Address(platform.node(), board.ranks, tuple(_addresses()), port, secret)
-    boards = [address for address in world.allgather(own) if address is not None]
+        own_address = _Address(platform.node(), board.ranks, tuple(_addresses()), port, secret)
+    boards = [address for address in world.allgather(own_address) if address is not None]
     query = HostQuery(board, boards)
     if listener is not None:
         answering = threading.Thread(

@@ -171,8 +171,8 @@ def _end_daemon() -> None:
 def _note_exits() -> None:
     """Report to `mpigrad launch` which rank called sys.exit(n), after which mpi4py ends the job."""
     main: Any = sys.modules.get("__main__")
-    own = getattr(getattr(main, "__spec__", None), "name", "") == "mpi4py.run"
-    runner: Any = main if own else sys.modules.get("mpi4py.run")
+    is_runner = getattr(getattr(main, "__spec__", None), "name", "") == "mpi4py.run"
+    runner: Any = main if is_runner else sys.modules.get("mpi4py.run")
     name = os.environ.get("MPIGRAD_STOP_FILE")
     if runner is None:
         return
@@ -307,10 +307,10 @@ def _finish() -> None:
         jax.effects_barrier()
     if text := _thread_in_operation(board):
         end_job(text)
-    mine = board.slots[board.own_index]
-    mine["since_ns"] = time.clock_gettime_ns(time.CLOCK_MONOTONIC)
+    own_slot = board.slots[board.own_index]
+    own_slot["since_ns"] = time.clock_gettime_ns(time.CLOCK_MONOTONIC)
     with board.locked():  # so that exactly one rank is the last
-        mine["state"] = b.ENDED
+        own_slot["state"] = b.ENDED
         last = bool((board.slots["state"] == b.ENDED).all())
     unreceived = unreceived_report(board.slots) if last else ""
     if _Process.world is not None and not _Process.fails:  # otherwise MPI ends the job
@@ -344,10 +344,10 @@ def call_at_job_end(end: Callable[[], object]) -> None:
 
 def _thread_in_operation(board: b.Board) -> str:
     """Return the error if another thread is in an operation, which would crash at Python's end."""
-    mine, limit = board.slots[board.own_index], time.monotonic() + 0.1
+    own_slot, limit = board.slots[board.own_index], time.monotonic() + 0.1
     others = {t.name for t in threading.enumerate() if t is not threading.current_thread()}
     while others - {Watchdog.NAME} and time.monotonic() < limit:
-        if int(mine["state"]) == b.IN_OPERATION:
+        if int(own_slot["state"]) == b.IN_OPERATION:
             operation = Reader(board.slots).operation(board.own_index)
             return (
                 f"mpigrad: rank {MPI.COMM_WORLD.rank} ends while another of its threads is in "

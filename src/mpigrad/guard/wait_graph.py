@@ -117,8 +117,8 @@ class _Wait:
         return self.mismatch
 
     def _compare(self, number: int) -> None:
-        mine = self.entry["contracts"][number % b.CONTRACTS]
-        if int(mine["sequence"]) != number:
+        contract = self.entry["contracts"][number % b.CONTRACTS]
+        if int(contract["sequence"]) != number:
             return
         for member in self.members.values():
             if member.slot == self.r:
@@ -127,12 +127,12 @@ class _Wait:
             if int(entry["sequence"]) < number:
                 self.needs.append(frozenset({member.slot}))
                 continue
-            theirs = entry["contracts"][number % b.CONTRACTS]
-            if int(theirs["sequence"]) != number:
+            other_contract = entry["contracts"][number % b.CONTRACTS]
+            if int(other_contract["sequence"]) != number:
                 continue
-            if remedy := _difference(mine, theirs):
+            if remedy := _difference(contract, other_contract):
                 self._disagree(number, remedy)
-        if int(mine["counts_kind"]) == b.PAIR_COUNTS and not self._pairs_agree(number):
+        if int(contract["counts_kind"]) == b.PAIR_COUNTS and not self._pairs_agree(number):
             self._disagree(number, _PAIRS)
 
     def _pairs_agree(self, number: int) -> bool:

@@ -252,8 +252,8 @@ def rank_states(board: b.Board) -> list[str]:
         states.append(reader.state(r, now, gone) + note)
     times: dict[str, list[int]] = {}
     for state in states:
-        if found := _TIME.match(state):
-            times.setdefault(_TIME.sub(r"\1", state), []).append(int(found[2]))
+        if match := _TIME.match(state):
+            times.setdefault(_TIME.sub(r"\1", state), []).append(int(match[2]))
 
     def spanned(state: str) -> str:
         """Replace the time by the range of times of all ranks in the same state."""
@@ -378,10 +378,10 @@ class Watchdog:
 
         Such a program is wrong, but the collective may be under way. It has time for its data.
         """
-        found = suspect(self.board.slots, self.board.own_index)
-        if found is None or any(stop_note(self.board, r) for r in found.members):
+        finding = suspect(self.board.slots, self.board.own_index)
+        if finding is None or any(stop_note(self.board, r) for r in finding.members):
             return math.inf
-        return _SUSPECT + found.elements / _SLOWEST
+        return _SUSPECT + finding.elements / _SLOWEST
 
     def _say_once(self, error: str) -> None:
         """Print the first error of this thread."""
@@ -397,13 +397,13 @@ class Watchdog:
     def _start(self, now: Record) -> int:
         """Return when the current operation began (as recorded, or first seen), or 0."""
         start = now.start_ns  # read first, so that an idle look gives no start to a later operation
-        mine = self.board.slots[self.board.own_index]
-        seen = int(mine["serial"]) + now.calls, start != 0
+        slot = self.board.slots[self.board.own_index]
+        seen = int(slot["serial"]) + now.calls, start != 0
         last, begun = self._last
         if seen != last:
             self._last = seen, (begun := _now())
             self._lost = 0.0
-            mine["since_ns"] = begun
+            slot["since_ns"] = begun
         if start in (0, UNTIMED):
             return begun if start else 0
         # If the process was suspended, count from the end of the suspension.
@@ -411,24 +411,24 @@ class Watchdog:
 
     def _note_line(self) -> None:
         """Write the line of the program to the board while this rank is outside operations."""
-        mine = self.board.slots[self.board.own_index]
+        slot = self.board.slots[self.board.own_index]
         if stack := places_of_main():
             doing = f", {text}" if (text := current_activity()) else ""
             end = utf8(doing, b.TEXT // 2)
-            mine["line"] = utf8(program_line(stack), b.TEXT - 1 - len(end)) + end
-            mine["line_ns"] = _now()
+            slot["line"] = utf8(program_line(stack), b.TEXT - 1 - len(end)) + end
+            slot["line_ns"] = _now()
             inside = stack[0][0] == threading.__file__
-            mine["line_waits"] = inside and not any(map(_works, threading.enumerate()))
+            slot["line_waits"] = inside and not any(map(_works, threading.enumerate()))
 
     def _note_handling(self, waits: bool) -> None:
         """Write the exception that this rank handles while it waits to the board.
 
         An operation in `finally` or `except` is a common cause of a mismatch.
         """
-        mine = self.board.slots[self.board.own_index]
+        slot = self.board.slots[self.board.own_index]
         if not waits:
-            if mine["handling"]:
-                mine["handling"] = b""
+            if slot["handling"]:
+                slot["handling"] = b""
             return
         error: object = sys._current_exceptions().get(threading.main_thread().ident or 0)
         error = error[1] if isinstance(error, tuple) else error  # before Python 3.12
@@ -437,7 +437,7 @@ class Watchdog:
             place = f" at {os.path.basename(frame.filename)}:{frame.lineno}" if frame else ""
             end = utf8_end(place, b.TEXT // 2)
             text = " ".join(f"{type(error).__name__}: {error}".split())
-            mine["handling"] = utf8(text, b.TEXT - 1 - len(end)) + end
+            slot["handling"] = utf8(text, b.TEXT - 1 - len(end)) + end
 
     def _certain(self, finding: Finding) -> bool:
         """Return True if this rank has to report the finding, and it has held long enough."""
@@ -478,7 +478,7 @@ class Watchdog:
         if report is None:
             return ""
         lines, missing = report
-        found = suspect(self.board.slots, self.board.own_index)
+        finding = suspect(self.board.slots, self.board.own_index)
         remedy = (
             "Find the rank that skips an operation or calls another one. If the ranks only need "
             "more time, set MPIGRAD_TIMEOUT to more seconds."
@@ -491,9 +491,9 @@ class Watchdog:
         why = f"MPIGRAD_TIMEOUT={self.seconds:g}"
         if any(stop_note(self.board, r) for r in range(len(self.board.ranks))):
             remedy = "Let the stopped process go on (kill -CONT), or start the job again."
-        if found is not None:
+        if finding is not None:
             why = why if limit == self.seconds else "after an earlier mismatch"
-            *more, remedy = found.lines
+            *more, remedy = finding.lines
             lines = [*lines, *more]
         return (
             f"mpigrad: an operation has waited {waited:.0f} s ({why}); ending all ranks:\n"
