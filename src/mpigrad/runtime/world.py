@@ -9,6 +9,8 @@ import multiprocessing
 import os
 import pathlib
 import signal
+import socket
+import stat
 import sys
 from collections.abc import Iterator, Mapping
 
@@ -19,7 +21,9 @@ __all__ = [
     "World",
     "check_world",
     "forbid_child_import",
+    "hide_launcher",
     "is_command",
+    "is_served",
     "limit_mpi_init",
     "world_around",
 ]
@@ -67,6 +71,87 @@ def world_around(environment: Mapping[str, str] | None = None) -> World | None:
         if size > 1:
             return World("srun", int(env.get("SLURM_PROCID", "0")), size)
     return None
+
+
+# ---- Whether a launcher serves this process ----
+#
+# MPI_Init asks the launcher's server for the other ranks. A shell, a container or a notebook may
+# have the variables of a launcher, and no server: then some MPIs end the process. The servers are
+# found by what PMI and PMIx say about them: an open file, or an address that takes connections.
+
+
+# Variables that are set in ranks only, by Open MPI, MPICH, Intel MPI, Flux, PALS and IBM's jsrun.
+_RANKS = (
+    *("OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMI_FD", "PMI_PORT", "PMIX_RANK", "PMIX_NAMESPACE"),
+    *("PALS_RANKID", "FLUX_TASK_RANK", "JSM_NAMESPACE_RANK", "MPIGRAD_EXPECTED_SIZE"),
+)
+_SIZES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "FLUX_JOB_SIZE", "JSM_NAMESPACE_SIZE")
+# All by which an MPI could take a process without a server for a rank.
+_HIDDEN = (
+    "OMPI_COMM_WORLD_",
+    "OMPI_MCA_ess_",
+    "OMPI_MCA_orte_",
+    "PMI_",
+    "PMIX_",
+    "PRTE_",
+    "SLURM_",
+)
+_HIDDEN += ("PALS_", "FLUX_", "JSM_", "HYDRA_", "I_MPI_PMI_LIBRARY")
+_ANSWER = 1.0  # seconds in which a server on this host takes a connection
+
+
+def is_served() -> bool:
+    """Return whether this process is a rank of a launcher, which MPI_Init will ask for the others.
+
+    Several ranks have a launcher, or MPI says what is wrong. A single one may have a launcher's
+    variables only: of an interactive shell, or of a container.
+    """
+    around, env = world_around(), os.environ
+    if (around is not None and around.size > 1) or "MPIGRAD_EXPECTED_SIZE" in env:
+        return True
+    if any(env.get(name, "1") != "1" for name in _SIZES):
+        return True
+    if "PMI_FD" in env:
+        return _is_open(env["PMI_FD"])
+    if "PMI_PORT" in env:
+        return _answers(env["PMI_PORT"])
+    servers = [v for name, v in env.items() if name.startswith("PMIX_SERVER_URI")]
+    if servers:
+        return any(_answers(server.rpartition("//")[2]) for server in servers)
+    if "PALS_SPOOL_DIR" in env:
+        return pathlib.Path(env["PALS_SPOOL_DIR"]).is_dir()
+    return any(name in env for name in _RANKS)
+
+
+def _is_open(descriptor: str) -> bool:
+    try:
+        return stat.S_ISSOCK(os.fstat(int(descriptor)).st_mode)
+    except (OSError, ValueError):
+        return False
+
+
+def _answers(address: str) -> bool:
+    """Return whether a server takes connections. One without a port is taken for a server."""
+    host, _, port = address.rpartition(":")
+    if not port.isdecimal():
+        return True
+    try:
+        with socket.create_connection((host.strip("[]"), int(port)), timeout=_ANSWER):
+            return True
+    except OSError:
+        return False
+
+
+@contextlib.contextmanager
+def hide_launcher() -> Iterator[None]:
+    """Hide the variables of launchers from MPI_Init, which then starts one rank."""
+    hidden = {name: value for name, value in os.environ.items() if name.startswith(_HIDDEN)}
+    for name in hidden:
+        del os.environ[name]
+    try:
+        yield
+    finally:
+        os.environ.update(hidden)
 
 
 def check_world(size: int) -> None:
