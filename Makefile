@@ -8,8 +8,8 @@
 #                 as users do, which takes several times as long)
 #   make nightly  all of that, and all that follows: hours (.ci/nightly has the list)
 #   make test-torch   the tests that need PyTorch, which it installs into .venv
-#   make test-files  the tests in which VTK, PyVista, xarray and NetCDF read our files, which it installs
-#                 into build/readers (1 GB)
+#   make test-files  the tests in which VTK, PyVista, xarray and NetCDF read our files, and Jupyter runs
+#                 the notebooks, which it installs into build/readers (1 GB)
 #   make test-jax  all of `make test` with another JAX in an environment of its own: JAX=0.11.2 (or
 #                 0.11, oldest, newest) [PYTHON=python3.13] [TESTS="-n 2 tests/grid/test_halo_exchange.py"]
 #   make test-veros   the ocean model veros on mpigrad, installed into that environment (docs/veros.md)
@@ -126,15 +126,15 @@ $(VENV)/torch: $(READY)
 READERS := build/readers
 
 $(READERS): pyproject.toml | setup
-	@echo "test-files: VTK and xarray into $(READERS)"
+	@echo "test-files: VTK, xarray and Jupyter into $(READERS)"
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check "pip>=25.1"  # knows groups
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --upgrade \
-		--target $(READERS) --group readers
+		--target $(READERS) --group readers --group notebooks
 	@touch $@
 
 test-files: setup $(READERS)
-	@PYTHONPATH=$(CURDIR)/$(READERS) $(BIN)/python tests/run.py --all -n 1,2,3,4 \
-		tests/io tests/fem/test_mesh_readers.py \
+	@PYTHONPATH=$(CURDIR)/$(READERS) $(BIN)/python tests/run.py --all -n 0,1,2,3,4 \
+		tests/io tests/fem/test_mesh_readers.py tests/launch/test_notebooks.py \
 		tests/applications/test_file_table.py 'tests/test_docs.py::test_python[files.md-2]'
 
 # Root, or user namespaces: nothing of this machine's network is touched.

@@ -167,6 +167,7 @@ struct Call {
   }
   ffi::Error done(int code) const {
     if (!code) return ffi::Error::Success();
+    if (code == kStopped) post.withdraw();
     const std::string text = error_text(code);
     const bool truncated = text.find("runcated") != std::string::npos;
     return fail(text + (truncated ? ". The ranks disagree about the size of a message. Run with "

@@ -71,6 +71,7 @@ void set_call_site(int64_t site, const char* text) {
 }
 
 std::string error_text(int code) {
+  if (code == kStopped) return stop_text();
   char text[8192];
   int length = 0;
   if (call(runtime.mpi.Error_string, code, static_cast<char*>(text), &length)) length = 0;
@@ -114,6 +115,8 @@ MPIGRAD_EXPORT void mpigrad_set_status_layout(int source_offset, int tag_offset)
   runtime.source_offset = source_offset;
   runtime.tag_offset = tag_offset;
 }
+
+MPIGRAD_EXPORT void mpigrad_set_world_size(int size) { runtime.alone = size == 1; }
 
 MPIGRAD_EXPORT void mpigrad_set_derivative_spaces(int n) { runtime.derivative_spaces = n; }
 

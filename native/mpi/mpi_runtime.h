@@ -46,6 +46,7 @@ struct Communicator {
 struct Runtime {
   Functions mpi{};
   bool pointer_handles = false;
+  bool alone = false;  // the world has one rank
   void* in_place = nullptr;
   int proc_null = 0;
   int source_offset = 0, tag_offset = 0;  // offsets of these fields in a status, in bytes
@@ -123,17 +124,36 @@ inline int note_post(Request& request, int code) {
   return code;
 }
 
+// Waits of a rank that is alone in its world (alone.cc). They return kStopped after Ctrl-C, or after
+// a call of mpigrad_stop_waits.
+constexpr int kStopped = -1;
+MPIGRAD_SHARED int await_alone(Request& request, Status& status);
+std::string stop_text();
+
 inline int await_request(Request& request, Status& status) {
   request.under_way = false;
+  if (runtime.alone) return await_alone(request, status);
   return call(runtime.mpi.Wait, request.address(), static_cast<void*>(status.bytes));
+}
+
+// A blocking receive.
+inline int receive(void* data, int count, Handle type, int source, int tag, Handle comm,
+                   Status& status) {
+  if (!runtime.alone)
+    return call(runtime.mpi.Recv, data, count, type, source, tag, comm,
+                static_cast<void*>(status.bytes));
+  Request request;
+  const int code = call(runtime.mpi.Irecv, data, count, type, source, tag, comm, request.address());
+  return code ? code : await_request(request, status);
 }
 
 // Ends a message whose memory will be freed, after an error of MPI.
 inline void cancel_request(Request& request) {
   if (!request.under_way) return;
   Status status;
+  request.under_way = false;
   call(runtime.mpi.Cancel, request.address());
-  await_request(request, status);
+  call(runtime.mpi.Wait, request.address(), static_cast<void*>(status.bytes));
 }
 
 }  // namespace mpigrad

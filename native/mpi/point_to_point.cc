@@ -57,9 +57,9 @@ ffi::Error receive_mail(const Call& c, const Mail& mail, const Words& y, Status&
   set_status_field(status, runtime.source_offset, mail.peer);
   set_status_field(status, runtime.tag_offset, mail.tag);
   const Items items(out.count, out.width);
-  const int code = call(runtime.mpi.Recv, out.data, items.n, items.type,
-                        static_cast<int>(mail.peer), static_cast<int>(mail.tag), c.comm.handle,
-                        static_cast<void*>(status.bytes));
+  const int code = receive(out.data, items.n, items.type, static_cast<int>(mail.peer),
+                           static_cast<int>(mail.tag), c.comm.handle, status);
+  if (code == kStopped) return c.done(code);
   const int sender = status_source(status);
   has_ended(c.slot, sender, status_tag(status), true, order);
   if (!to_self.empty() && sender == c.comm.rank) free_received_from_self();
@@ -135,9 +135,8 @@ ffi::Error sendrecv(Token, Buffer x, TokenOut, BufferOut y, int64_t comm, int64_
     code = to_self.back().post_send(in, sendtag);
     if (ffi::Error e = c.handed_over(); e.failure()) return e;
     if (!code)
-      code = call(runtime.mpi.Recv, out.data, items.n, items.type, from, tag, c.comm.handle,
-                  static_cast<void*>(status.bytes));
-  } else if (c.post.needed()) {
+      code = receive(out.data, items.n, items.type, from, tag, c.comm.handle, status);
+  } else if (c.post.needed() || runtime.alone) {
     Requests both(2);
     code = post_receive(both[0], out.data, out.count, out.width, from, tag, c.comm.handle);
     if (!code) code = post_send(both[1], in.data, in.count, in.width, to, sendtag, c.comm.handle);

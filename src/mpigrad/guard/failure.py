@@ -29,7 +29,7 @@ from mpigrad.guard.settings import guard_enabled, timeout_seconds, unreceived_is
 from mpigrad.guard.wait_graph import disagreement
 from mpigrad.guard.watchdog import Watchdog, rank_states
 from mpigrad.runtime.call_sites import utf8
-from mpigrad.runtime.native import at_exit, library
+from mpigrad.runtime.native import at_exit, library, record
 
 __all__ = [
     "call_at_job_end",
@@ -98,6 +98,24 @@ def end_job(text: str | Callable[[], str], code: int = 1, grace: float = 0.0) ->
         time.sleep(_GRACE + (LIMIT if _Process.host_query else 0.0))
     _flush(sys.stderr)
     _abort(code)
+
+
+def _stop_wait(text: str | Callable[[], str]) -> None:
+    """End the wait of a rank that is alone by an error, from the thread of the watchdog.
+
+    A program can catch it, and a notebook keeps its variables. The job ends if the wait goes on: it
+    is not one of mpigrad's own.
+    """
+    slot, now = current_board().slots[0], record()
+
+    def operation() -> tuple[int, int, bool]:
+        return int(slot["serial"]), now.calls, now.start_ns != 0
+
+    message, waiting = text() if callable(text) else text, operation()
+    library().mpigrad_stop_waits(message.removeprefix("mpigrad: ").encode())
+    time.sleep(_GRACE)
+    if operation() == waiting:
+        end_job(message)
 
 
 def end_with_error(text: str) -> bool:
@@ -236,6 +254,9 @@ def install() -> None:
     own_states = functools.partial(rank_states, board)
     query = _Process.host_query = open_host_query(board, own_states)
     end = functools.partial(end_job, grace=_GRACE)
+    if MPI.COMM_WORLD.size == 1:
+        lib.mpigrad_stop_waits.argtypes = [ctypes.c_char_p]
+        end = _stop_wait
     Watchdog(board, seconds, compare, end, query).start()
 
 

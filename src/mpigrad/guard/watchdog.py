@@ -495,9 +495,9 @@ class Watchdog:
             why = why if limit == self.seconds else "after an earlier mismatch"
             *more, remedy = finding.lines
             lines = [*lines, *more]
-        return (
-            f"mpigrad: an operation has waited {waited:.0f} s ({why}); ending all ranks:\n"
-            + "\n".join([*lines, remedy])
+        ending = "; ending all ranks" if len(self.board.ranks) > 1 or query else ""
+        return f"mpigrad: an operation has waited {waited:.0f} s ({why}){ending}:\n" + "\n".join(
+            [*lines, remedy]
         )
 
 

@@ -146,7 +146,18 @@ def _outside(frame: FrameType | None) -> FrameType | None:
 _LONGEST = 100  # bytes of a path: the space on the board is limited
 
 
+def _cell(file: str) -> str:
+    """Return the name of a notebook's cell, such as In[3], or "" for another file."""
+    ipython = sys.modules.get("IPython")
+    shell = ipython.get_ipython() if ipython else None
+    name_of = getattr(getattr(shell, "compile", None), "format_code_name", None)
+    named = name_of(file) if name_of else None  # ("Cell", "In[3]"), from IPython 8 on
+    return named[1] if named else ""
+
+
 def _text(file: str, line: int | None) -> str:
+    if cell := _cell(file):
+        return f"{cell}:{line}"
     path = os.path.relpath(file) if file.startswith(os.getcwd()) else file
     end = utf8_end(path, _LONGEST).decode()
     return f"{path if len(end) == len(path) else f'...{end}'}:{line}"

@@ -187,6 +187,7 @@ def library() -> ctypes.CDLL:
     if error is not None:
         raise ImportError(f"mpigrad: cannot use this process's MPI library: {error.decode()}")
     _warn_about_mpi()
+    lib.mpigrad_set_world_size(MPI.COMM_WORLD.size)
     lib.mpigrad_set_status_layout(*status_layout())
     lib.mpigrad_set_derivative_spaces(DERIVATIVE_SPACES)
     lib.mpigrad_set_largest_count(_largest_count())
