@@ -62,6 +62,7 @@ LIMITS = {
     *("Acoustic.propagate", "Trainer.step"),
     reason="the others use the same packing and local programs",
 )
+@pytest.mark.ranks(1, 2)  # the limits are those of two ranks
 @pytest.mark.long("the first case also compiles what a process needs once")
 @pytest.mark.parametrize("name", CASES)
 def test_programs_of_a_call(name: str, comm: Communicator) -> None:

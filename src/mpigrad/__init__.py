@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from mpigrad.autodiff.custom_rules import custom_jvp as custom_jvp
     from mpigrad.autodiff.custom_rules import custom_vjp as custom_vjp
     from mpigrad.autodiff.gradient_checks import dot_test as dot_test
+    from mpigrad.autodiff.gradient_checks import rank_test as rank_test
     from mpigrad.autodiff.gradient_checks import taylor_test as taylor_test
     from mpigrad.autodiff.jacobian import jacobian as jacobian
     from mpigrad.autodiff.transforms import grad as grad
@@ -126,6 +127,7 @@ _NAMES = {
     "neighbor_alltoallv": "operations.v_collectives",
     "one_sided": "operations.one_sided",
     "optimize": "",
+    "rank_test": "autodiff.gradient_checks",
     "recv": "operations.point_to_point",
     "recv_with_status": "operations.point_to_point",
     "reduce": "operations.collectives",

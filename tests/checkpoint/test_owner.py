@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from mpigrad.checkpoint import Store
-from mpigrad.checkpoint.owner import Owner
+from mpigrad.checkpoint.manifest import Owner
 
 
 @pytest.fixture

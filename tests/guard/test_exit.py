@@ -86,7 +86,7 @@ def test_a_rank_that_mpi_does_not_end_ends_itself_without_a_crash() -> None:
 
 
 def test_mpi_without_threads_is_refused() -> None:
-    lines = "import mpi4py", "mpi4py.rc.thread_level = 'serialized'", "import mpigrad"
+    lines = "import mpi4py", "mpi4py.rc.thread_level = 'serialized'", "import mpigrad as m; m.grad"
     done = run([sys.executable, "-c", "\n".join(lines)])
     assert done.returncode != 0
     assert "ImportError: mpigrad: MPI was initialised without MPI_THREAD_MULTIPLE" in done.stderr

@@ -1,10 +1,10 @@
-"""Checks of gradients over all ranks: the dot test and the Taylor test."""
+"""Checks of gradients: the dot test and the Taylor test, and the test of several rank counts."""
 
 from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,12 +13,22 @@ import jax.numpy as jnp
 import numpy as np
 
 from mpigrad.autodiff.transforms import Loss, jvp, value_and_grad, vjp
+from mpigrad.collective_errors import raise_on_all_ranks
 from mpigrad.communicator import Communicator, resolve
 from mpigrad.operations.checks import assert_replicated
 from mpigrad.operations.jit import jit
 from mpigrad.operations.local_programs import as_array, jit_local
 
-__all__ = ["DotTest", "TaylorTest", "assert_replicated", "dot_test", "taylor_test"]
+__all__ = [
+    "DotTest",
+    "RankTest",
+    "TaylorTest",
+    "assert_replicated",
+    "dot_test",
+    "largest_difference",
+    "rank_test",
+    "taylor_test",
+]
 
 
 @dataclass(frozen=True)
@@ -57,6 +67,26 @@ class TaylorTest:
     remainders_without: tuple[float, ...]
     rates_with: tuple[float, ...]
     rates_without: tuple[float, ...]
+
+
+@dataclass(frozen=True)
+class RankTest:
+    """The result of `rank_test`.
+
+    Attributes
+    ----------
+    ranks
+        The numbers of ranks.
+    values
+        The value of the objective on each of them.
+    errors
+        The largest difference of value and gradient from those on the first number of ranks,
+        relative to the largest entry of the array, for each number.
+    """
+
+    ranks: tuple[int, ...]
+    values: tuple[float, ...]
+    errors: tuple[float, ...]
 
 
 def _random_like(tree: Any, generator: np.random.Generator) -> Any:
@@ -292,3 +322,131 @@ def _rates(remainders: list[float]) -> tuple[float, ...]:
 
 def _short(numbers: Any) -> str:
     return "[" + ", ".join(f"{n:.3g}" for n in numbers) + "]"
+
+
+def rank_test(
+    f: Callable[..., Any],
+    *arguments: Any,
+    ranks: Sequence[int] = (1, 2, 4),
+    loss: Loss = "share",
+    rtol: float | None = None,
+    comm: Communicator | None = None,
+) -> RankTest:
+    """Check that value and gradient do not depend on the number of ranks (collective).
+
+    `f` runs on the first n ranks for each n, with a communicator of them as the default.
+
+    Parameters
+    ----------
+    f
+        Objective of arrays or pytrees. It divides them among the ranks of the default communicator
+        itself, and makes its grids, matrices and meshes in the call.
+    arguments
+        Its arguments, the same on all ranks.
+    ranks
+        The numbers of ranks. The first one is the reference. Those that are larger than the number
+        of ranks of `comm` are left out.
+    loss
+        "share" to sum the results of all ranks, or "replicated", as in `value_and_grad`.
+    rtol
+        The largest difference, relative to the largest entry of each array. Default: 1e3 times the
+        machine epsilon of the coarsest dtype.
+    comm
+        The communicator whose ranks are used. Default: the communicator of the enclosing `with`, or
+        all ranks.
+
+    Returns
+    -------
+    RankTest
+        The values and the largest differences.
+
+    Raises
+    ------
+    ValueError
+        On all ranks: if less than two of the numbers of ranks are left.
+    AssertionError
+        On all ranks, if value or gradient differ by more than `rtol`. The text names the array, the
+        entry and the rank.
+
+    Examples
+    --------
+    >>> import jax.numpy as jnp
+    >>> import mpigrad as mg
+    >>> def mean(x):  # each rank has every n-th number
+    ...     comm = mg.default_communicator()
+    ...     return mg.allreduce(jnp.sum(x[comm.rank :: comm.size] ** 2)) / x.size
+    >>> if mg.default_communicator().size > 1:
+    ...     result = mg.rank_test(mean, jnp.arange(12.0), loss="replicated")
+    """
+    comm = resolve(comm)
+    counts = tuple(n for n in ranks if 1 <= n <= comm.size)
+    if len(counts) < 2:
+        raise ValueError(
+            f"rank_test: expected two of the numbers of ranks {tuple(ranks)} to be at most "
+            f"{comm.size}, the number of ranks here. Start more ranks."
+        )
+    everything = tuple(range(len(arguments)))
+    reference: list[tuple[str, np.ndarray]] = []
+    limit, values, errors, problem = 0.0, [], [], ""
+    for n in counts:
+        part, leaves = comm.split(0 if comm.rank < n else None), []
+        with raise_on_all_ranks(comm):
+            if part:
+                with part:
+                    run = value_and_grad(f, everything, loss=loss, replicated=everything, comm=part)
+                    result = jax.tree_util.tree_leaves_with_path(run(*arguments))
+                leaves = [(jax.tree_util.keystr(path), np.asarray(leaf)) for path, leaf in result]
+        if part:
+            part.free()
+        if n == counts[0]:
+            reference = comm.mpi.bcast(leaves)
+            limit = _rounding(reference) if rtol is None else rtol
+        pairs = zip(reference, leaves, strict=True) if leaves else ()
+        differences = [
+            (*largest_difference(leaf, expected), name) for (name, expected), (_, leaf) in pairs
+        ]
+        worst = max(differences, key=lambda difference: difference[0], default=None)
+        by_rank = comm.mpi.allgather(worst)[:n]
+        rank = max(range(n), key=lambda r: by_rank[r][0])
+        error, index, here, expected, name = by_rank[rank]
+        values.append(float(comm.mpi.bcast(leaves[0][1] if leaves else None)))
+        errors.append(error)
+        if not (error <= limit or problem):
+            problem = (
+                f"rank_test: on {n} ranks, rank {rank}, {_entry(name, index)} is {here:.10g}, but "
+                f"{expected:.10g} on {counts[0]}: a difference of {error:.2g} of the largest "
+                f"entry, with rtol {limit:.2g}. Look for a sum over ranks that is missing or made "
+                "twice, and test the parts by dot_test."
+            )
+    if problem:
+        raise AssertionError(problem)
+    return RankTest(counts, tuple(values), tuple(errors))
+
+
+def largest_difference(
+    array: np.ndarray, expected: np.ndarray
+) -> tuple[float, tuple[int, ...], complex, complex]:
+    """Return the largest difference over the largest entry, its place, and both entries there.
+
+    If all expected entries are zero, the difference itself.
+    """
+    if not expected.size:
+        return 0.0, (), 0.0, 0.0
+    distance = np.abs(array - expected)
+    distance = np.where(np.isnan(distance), np.inf, distance)
+    index = tuple(int(i) for i in np.unravel_index(int(np.argmax(distance)), distance.shape))
+    scale = float(np.max(np.abs(expected)))
+    error = float(distance[index]) / (scale if 0 < scale < np.inf else 1.0)
+    return error, index, array[index].item(), expected[index].item()
+
+
+def _rounding(leaves: list[tuple[str, np.ndarray]]) -> float:
+    return max(1e3 * float(np.finfo(leaf.dtype).eps) for _, leaf in leaves if leaf.size)
+
+
+def _entry(name: str, index: tuple[int, ...]) -> str:
+    """Return the words for an entry of a value and its gradients."""
+    if name == "[0]":
+        return "the value"
+    place = f"[{', '.join(map(str, index))}]" if index else ""
+    return f"the gradient{name.removeprefix('[1]')}{place}"

@@ -21,8 +21,7 @@ import jax
 
 from mpigrad.checkpoint import manifest as manifests
 from mpigrad.checkpoint.layout import Layout, Leaf, check_replicated, describe
-from mpigrad.checkpoint.manifest import DamagedSaveError, Manifest, name_in_errors
-from mpigrad.checkpoint.owner import Owner
+from mpigrad.checkpoint.manifest import DamagedSaveError, Manifest, Owner, name_in_errors
 from mpigrad.collective_errors import call_on_root, raise_on_all_ranks
 from mpigrad.communicator import Communicator, resolve
 from mpigrad.runtime import earlier_run_error, last_save, sync_directory

@@ -23,7 +23,7 @@ _SIDES = ("xmin", "xmax", "ymin", "ymax", "zmin", "zmax")
 
 def box(
     shape: Sequence[int],
-    lengths: Sequence[float],
+    lengths: Sequence[float] | None = None,
     cell_type: str | None = None,
     origin: Sequence[float] | None = None,
     comm: Communicator | None = None,
@@ -42,7 +42,7 @@ def box(
     shape
         The number of bricks along each axis: (nx, ny) or (nx, ny, nz).
     lengths
-        The lengths of the box along each axis, in the user's unit of length.
+        The lengths of the box along each axis, in the user's unit of length. Default: 1 along each.
     cell_type
         "triangle" or "quadrilateral" for two axes, "tetrahedron" or "hexahedron" for three.
         Default: quadrilaterals or hexahedra.
@@ -107,7 +107,7 @@ def _check(shape: Any, lengths: Any, cell_type: Any, origin: Any, size: int) -> 
             "of bricks along each axis."
         )
     dim = len(counts)
-    ends = np.asarray(lengths, float)
+    ends = np.ones(dim) if lengths is None else np.asarray(lengths, float)
     if ends.shape != (dim,) or not np.all(np.isfinite(ends)) or ends.min() <= 0:
         raise ValueError(
             f"fem.box: lengths must be {dim} positive numbers, as shape has {dim} axes, got "

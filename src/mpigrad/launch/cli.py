@@ -14,6 +14,7 @@ import pickle
 import re
 import signal
 import sys
+import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
@@ -126,6 +127,7 @@ Run differentiable MPI programs, and check the installation.
 commands:
   run NAME      run an application on several ranks: {names}
   launch        run your own program on several ranks
+  check         run your own program on several numbers of ranks, and compare what it computes
   doctor        show and test MPI, hypre, JAX and cores, and report problems
 
 `mpigrad COMMAND --help` lists its options.
@@ -134,6 +136,12 @@ _LAUNCH = """Run a Python program on several ranks.
 
 The ranks get the settings that this MPI needs. All of them end if one fails, at the time limit, and
 at Ctrl-C. The program is a file or `-m MODULE`. Arguments after it are passed to the program."""
+_CHECK = """Run a Python program on several numbers of ranks, and compare what it computes.
+
+The program has a function outputs(), which returns a dictionary: for each name an array that is the
+same on all ranks, ("rows", part) for the rows that a rank has, or ("sum", share) for shares that
+add up to the output. Values and gradients of any MPI program can be compared, with and without
+mpigrad."""
 _DOCTOR = """Show and test MPI, hypre, JAX and cores, and report problems.
 
 Every problem is printed with its solution. The exit code is 1 if there is a problem."""
@@ -150,6 +158,8 @@ def main() -> int:
                 return _run(rest)
             case ["launch", *rest]:
                 return _launch(rest)
+            case ["check", *rest]:
+                return _check(rest)
             case ["doctor", *rest]:
                 return _doctor(rest)
             case ["--version"]:
@@ -160,7 +170,8 @@ def main() -> int:
                 return 0
             case [word, *_]:
                 _refuse(
-                    f"expected a command (run, launch, doctor), got {word}. See `mpigrad --help`."
+                    f"expected a command (run, launch, check, doctor), got {word}. See `mpigrad "
+                    "--help`."
                 )
     except OptionError as error:
         _refuse(str(error))
@@ -308,6 +319,45 @@ def _stand_in(requirement: str | None, exact: bool) -> tuple[list[str], dict[str
     if exact:
         environment["MPIGRAD_MPI4JAX_ADJOINTS"] = "exact"
     return ["-m", _STAND_INS[library]], environment
+
+
+def _check(arguments: list[str]) -> int:
+    parser = Parser("mpigrad check", _CHECK)
+    parser.usage = "mpigrad check [options] PROGRAM.py [ARGUMENT ...]"
+    parser.add_argument(
+        *("-n", "--ranks"), type=int, nargs="+", default=[1, 2, 4], metavar="RANKS",
+        help="numbers of ranks, the first one for comparison (default: 1 2 4)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--rtol", type=float, default=1e-8, help="largest difference, over the largest entry"
+    )
+    parser.add_argument(
+        "--timeout", type=float, default=math.inf, metavar="SECONDS", help="limit of each run"
+    )
+    # The numbers of ranks end at the first word that is not one.
+    end = next((i for i, word in enumerate(arguments) if word.endswith(".py")), len(arguments))
+    _print_help(parser, arguments[:end])
+    parsed, program = parser.parse_args(arguments[:end]), arguments[end:]
+    if not program or not pathlib.Path(program[0]).exists():
+        _refuse("check: expected a program. Write: mpigrad check -n 1 2 4 PROGRAM.py")
+    if len(parsed.ranks) < 2:
+        _refuse(f"check -n: expected at least two numbers of ranks, got {parsed.ranks[0]}.")
+    for ranks in parsed.ranks:
+        _check_launch(ranks, parsed.timeout, 0.0)
+    with tempfile.TemporaryDirectory(prefix="mpigrad-check-") as directory:
+        file = pathlib.Path(directory) / "outputs.npz"
+        words = ["-m", "mpigrad.launch.rank_check", str(file), str(parsed.rtol), *program]
+        for ranks in parsed.ranks:
+            if code := launcher.launch(words, ranks, timeout=parsed.timeout):
+                return code
+        differences = file.with_suffix(".differences")
+        if differences.exists():
+            listed = ", ".join(differences.read_text().splitlines())
+            print(f"mpigrad check: these outputs depend on the number of ranks: {listed}.")
+            return 1
+    counts = ", ".join(map(str, parsed.ranks))
+    print(f"mpigrad check: the outputs are the same on {counts} ranks, within {parsed.rtol:g}.")
+    return 0
 
 
 def _doctor(arguments: list[str]) -> int:

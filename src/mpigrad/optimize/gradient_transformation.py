@@ -120,9 +120,8 @@ class Optax(Method):
 
     def start(self, objective: Objective, x: Vector) -> OptaxState:
         point = objective.evaluate(x)
-        inner = self.transformation.init(objective.tree(x))
-        # The types that a step returns, so that all steps use one compiled program.
-        inner = jax.tree.map(lambda leaf: jnp.asarray(leaf, jnp.result_type(leaf)), inner)
+        # Compiled: one program, and arrays of the types that a step returns.
+        inner = jax.jit(self.transformation.init)(objective.tree(x))
         return OptaxState(point.x, point.gradient, point.loss, point.norm, 0.0, inner)
 
     def step(self, objective: Objective, state: OptaxState) -> OptaxState:

@@ -184,7 +184,8 @@ class Objective(ProgramCache):
 
     def evaluate(self, x: Vector) -> Point:
         """Evaluate at x: one evaluation."""
-        return self.evaluate_along(x, jax.tree.map(jnp.zeros_like, x), 0.0)
+        zeros = jax.tree.map(lambda leaf: np.zeros(jnp.shape(leaf), jnp.result_type(leaf)), x)
+        return self.evaluate_along(x, zeros, 0.0)
 
     def evaluate_along(
         self, x: Vector, direction: Vector, step: float, limits: tuple[Vector, Vector] | None = None
