@@ -459,3 +459,7 @@ def configure_backend(size: int) -> None:
         os.environ["XLA_FLAGS"] = (
             flags + " --xla_cpu_multi_thread_eigen=false intra_op_parallelism_threads=1"
         ).strip()
+    if size > 1 and "intra_op_parallelism_threads=1" in os.environ.get("XLA_FLAGS", "").split():
+        # XLA's pools have a thread for each core nevertheless, on each rank: on a node of 128 cores
+        # that many ranks would start 30,000 threads.
+        os.environ.setdefault("NPROC", "2")
