@@ -506,6 +506,13 @@ void Post::count_messages(int64_t n) {
   }
 }
 
+void Post::withdraw() {
+  if (!owner_ || slot_ < 0 || get(board.own().kind) != kMessagesOnly) return;
+  count_messages(-1);
+  put(board.own().receives, 0);
+  put(board.own().sends, 0);
+}
+
 void Post::from_anyone(int posts) {
   if (owner_ && slot_ >= 0) add(board.own().entries[slot_].open, posts);
 }

@@ -102,7 +102,7 @@ class MPIGRAD_SHARED Post {
   // A wildcard receive has been posted (1), or is about to end or has ended (-1).
   void from_anyone(int posts);
   // The messages that this operation has announced will not come.
-  void withdraw() { if (owner_ && slot_ >= 0) count_messages(-1); }
+  void withdraw();
   // Whether the communicator has not been freed.
   bool usable();
   // Whether it is usable, and this process and thread may begin an operation.

@@ -1,6 +1,6 @@
-// The waits of a rank that is alone in its world. It can receive only what it has sent to itself, so
-// a wait may never end. In a notebook, all would be lost if the process ended then: the wait ends by
-// an error instead.
+// The waits of a rank that is alone in its world. It can receive only what it has sent to itself,
+// so a wait may never end. In a notebook, all would be lost if the process ended then: the wait
+// ends by an error instead.
 #include <signal.h>
 #include <time.h>
 
@@ -13,8 +13,8 @@
 namespace mpigrad {
 namespace {
 
-constexpr int kSpins = 2000;          // before it sleeps between two tests, and listens to Ctrl-C
-constexpr long kNap = 500 * 1000;     // ns
+constexpr int kSpins = 2000;       // before it sleeps between two tests, and listens to Ctrl-C
+constexpr long kNap = 500 * 1000;  // ns
 std::atomic<bool> interrupted{false};
 std::atomic<bool> stopped{false};
 std::mutex text_lock;
@@ -27,7 +27,11 @@ class Interrupts {
     if (listening_) sigaction(SIGINT, &before(), nullptr);
   }
   void listen() {
-    if (listening_) return;
+    // Without a handler of Python, Ctrl-C ends the process or is ignored.
+    const bool known = !sigaction(SIGINT, nullptr, &before());
+    const bool handled = before().sa_flags & SA_SIGINFO || (before().sa_handler != SIG_DFL &&
+                                                           before().sa_handler != SIG_IGN);
+    if (listening_ || !known || !handled) return;
     struct sigaction action = {};
     action.sa_sigaction = note;
     action.sa_flags = SA_SIGINFO | SA_RESTART;
@@ -45,7 +49,7 @@ class Interrupts {
     const auto& next = before();
     if (next.sa_flags & SA_SIGINFO)
       next.sa_sigaction(number, info, context);
-    else if (next.sa_handler != SIG_DFL && next.sa_handler != SIG_IGN)
+    else
       next.sa_handler(number);
   }
   bool listening_ = false;
@@ -58,11 +62,12 @@ std::string stop_text() {
   return interrupted.exchange(false) ? "interrupted while it waited for a message" : text;
 }
 
-int await_alone(Request& request, Status& status) {
-  static std::mutex one;  // two threads that wait share the handler of Ctrl-C
+void begin_waits() { stopped = interrupted = false; }
+
+int await_alone(Request& request, Status& status, Stopped how) {
+  static std::mutex one;  // one of two threads that wait listens to Ctrl-C
   Interrupts interrupts;
   std::unique_lock<std::mutex> turn;
-  stopped = interrupted = false;
   for (int i = 0;; ++i) {
     int complete = 0;
     const int code = call(runtime.mpi.Test, request.address(), &complete,
@@ -75,7 +80,7 @@ int await_alone(Request& request, Status& status) {
     }
     if (stopped || interrupted) {
       request.under_way = true;
-      cancel_request(request);
+      if (how == Stopped::cancels) cancel_request(request);
       return kStopped;
     }
     const timespec nap{0, kNap};

@@ -101,7 +101,9 @@ struct Call {
         site(site),
         post(operation, space, site),
         watch(post.standing(), operation, slot, site, bytes, peer),
-        word_(derivative_of(space)) {}
+        word_(derivative_of(space)) {
+    if (runtime.alone) begin_waits();
+  }
 
   // The tag that is passed to MPI. Each kind of derivative has its own tags, so that for example
   // messages of an inner gradient are never received as tangents.

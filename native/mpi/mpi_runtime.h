@@ -125,14 +125,16 @@ inline int note_post(Request& request, int code) {
 }
 
 // Waits of a rank that is alone in its world (alone.cc). They return kStopped after Ctrl-C, or after
-// a call of mpigrad_stop_waits.
+// a call of mpigrad_stop_waits. The request is then cancelled, if it is a receive, or `keeps`.
 constexpr int kStopped = -1;
-MPIGRAD_SHARED int await_alone(Request& request, Status& status);
+enum class Stopped { cancels, keeps };
+MPIGRAD_SHARED int await_alone(Request& request, Status& status, Stopped stopped);
+void begin_waits();  // of an operation
 std::string stop_text();
 
-inline int await_request(Request& request, Status& status) {
+inline int await_request(Request& request, Status& status, Stopped stopped = Stopped::cancels) {
   request.under_way = false;
-  if (runtime.alone) return await_alone(request, status);
+  if (runtime.alone) return await_alone(request, status, stopped);
   return call(runtime.mpi.Wait, request.address(), static_cast<void*>(status.bytes));
 }
 

@@ -152,7 +152,8 @@ ffi::Error check_order(const Call& c, const Pending& message) {
 ffi::Error finish(const Call& c, Pending& message, const Mail& mail, BufferOut& y,
                   Status& status) {
   const int64_t source = mail.peer;
-  const int code = await_request(message.request, status);
+  const int code = await_request(message.request, status, Stopped::keeps);
+  if (code == kStopped) return c.done(code);
   const Words data(y);
   const size_t bytes = data.count * data.width;
   if (message.words.count * message.words.width != label_bytes(c.slot) + bytes)
@@ -182,7 +183,9 @@ ffi::Error arrive(Token, Buffer token, TokenOut, BufferOut y, int64_t comm, int6
   if (error.success()) error = check_order(c, message);
   if (error.failure()) return give_back(std::move(node), std::move(error));
   Status status;
-  return finish(c, message, expected, y, status);
+  error = finish(c, message, expected, y, status);
+  // A wait that was stopped: the message may come later.
+  return message.request.under_way ? give_back(std::move(node), std::move(error)) : error;
 }
 
 // Completes a wildcard receive.
@@ -204,6 +207,10 @@ ffi::Error arrive_any(Token, Buffer token, TokenOut, BufferOut y, ffi::Result<En
   }
   Status status;
   error = finish(c, message, expected, y, status);
+  if (message.request.under_way) {
+    if (certain) c.post.from_anyone(1);
+    return give_back(std::move(node), std::move(error));
+  }
   if (error.failure()) return error;
   const int sender = status_source(status), tag = status_tag(status);
   c.post.matched(0, sender, tag);
@@ -246,7 +253,8 @@ ffi::Error sent(Token, Buffer token, TokenOut, int64_t comm, int64_t site, int64
   if (error.success()) error = check_order(c, message);
   if (error.failure()) return give_back(std::move(node), std::move(error));
   Status status;
-  return c.done(await_request(node.mapped().request, status));
+  error = c.done(await_request(node.mapped().request, status, Stopped::keeps));
+  return message.request.under_way ? give_back(std::move(node), std::move(error)) : error;
 }
 
 }  // namespace

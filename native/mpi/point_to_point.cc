@@ -127,7 +127,22 @@ ffi::Error sendrecv(Token, Buffer x, TokenOut, BufferOut y, int64_t comm, int64_
   const int tag = static_cast<int>(recvtag);
   const Items items(out.count, out.width);
   int code;
-  if (dest == c.comm.rank && !to_self.empty()) {
+  if (dest == c.comm.rank && runtime.alone) {
+    // It sends what it receives, or else it receives an earlier message first: if that wait is
+    // stopped, nothing was sent.
+    const bool answers = recvtag == sendtag || recvtag < 0;
+    Requests coming(1);
+    code = post_receive(coming[0], out.data, out.count, out.width, from, tag, c.comm.handle);
+    if (!code && !answers) code = await_request(coming[0], status);
+    if (!code) {
+      free_received_from_self();
+      to_self.emplace_back(c, dest, in);
+      code = to_self.back().post_send(in, sendtag);
+    }
+    if (ffi::Error e = c.handed_over(); e.failure()) return e;
+    if (!code && answers) code = await_request(coming[0], status);
+    if (code == kStopped) return c.done(code);
+  } else if (dest == c.comm.rank && !to_self.empty()) {
     // It may receive an earlier message of this rank to itself, so this one is buffered, as by
     // send.
     free_received_from_self();
@@ -220,6 +235,7 @@ ffi::Error neighbor_alltoallv(Token, Buffer x, TokenOut, BufferOut y, int64_t co
     if (!receives[i].under_way) continue;
     Status status;
     const int rc = await_request(receives[i], status);
+    if (rc == kStopped) return c.done(rc);
     ffi::Error e = received(c, rc, status, parts[i], static_cast<int>(neighbors[i]));
     if (first.success() && !e.success()) first = e;
   }

@@ -24,7 +24,9 @@
 #define MPI_FUNCTION extern "C" __attribute__((visibility("default")))
 
 using one_rank::Aint;
+using one_rank::new_handle;
 using one_rank::pack;
+using one_rank::Shared;
 using one_rank::Type;
 using one_rank::type_of;
 using one_rank::TypeBuilder;
@@ -89,7 +91,7 @@ struct Operation {  // a request
   int comm = 0, tag = 0, rank = 0;
   void* buffer = nullptr;
   Aint count = 0;
-  int type = 0;
+  Shared type;
   MPI_Status status{0, 0, kAnySource, kAnyTag, 0};
   std::shared_ptr<Message> sent;  // done when it is taken, if not null
 };
@@ -98,7 +100,8 @@ std::recursive_mutex lock;
 std::condition_variable_any changed;
 bool initialized = false, finalized = false;
 std::thread::id main_thread;
-std::map<int, Comm> comms = {{kWorld, {}}, {kSelf, {}}};
+std::map<int, Comm> comms = {{kWorld, {{}, kReturn, "MPI_COMM_WORLD"}},
+                             {kSelf, {{}, kReturn, "MPI_COMM_SELF"}}};
 std::map<int, Keyval> keyvals;
 std::map<int, bool> ops;  // whether they commute
 std::map<int, std::map<std::string, std::string>> infos;
@@ -106,11 +109,8 @@ std::map<int, std::shared_ptr<Operation>> requests;
 std::list<std::shared_ptr<Message>> messages;     // not received yet, oldest first
 std::map<int, std::shared_ptr<Message>> probed;    // taken out by Improbe
 std::list<std::shared_ptr<Operation>> receivers;  // without a message, oldest first
-int next_handle = 16;
 
 using Lock = std::unique_lock<std::recursive_mutex>;
-
-int new_handle(int kind) { return kind + next_handle++; }
 
 void set_status(MPI_Status* status, int source, int tag, Aint bytes) {
   if (status == kIgnored || !status) return;
@@ -135,7 +135,7 @@ bool matches(const Operation& receive, const Message& message) {
 }
 
 void finish(Operation& receive, Message& message) {
-  const bool fits = unpack(message.data, receive.buffer, receive.count, *type_of(receive.type));
+  const bool fits = unpack(message.data, receive.buffer, receive.count, *receive.type);
   set_status(&receive.status, 0, message.tag, message.data.size());
   receive.status.error = fits ? kSuccess : kTruncate;
   receive.done = message.taken = true;
@@ -162,7 +162,7 @@ void start(const std::shared_ptr<Operation>& operation, bool synchronous = false
   }
   if (!o.receives) {
     auto message = std::make_shared<Message>();
-    *message = {o.comm, o.tag, pack(o.buffer, o.count, *type_of(o.type))};
+    *message = {o.comm, o.tag, pack(o.buffer, o.count, *o.type)};
     const auto receiver = std::find_if(receivers.begin(), receivers.end(), [&](const auto& r) {
       return matches(*r, *message);
     });
@@ -197,7 +197,8 @@ std::shared_ptr<Operation> transfer(bool receives, const void* buffer, int count
                                     int rank, int tag, int comm) {
   auto operation = std::make_shared<Operation>();
   Operation& o = *operation;
-  o.receives = receives, o.buffer = const_cast<void*>(buffer), o.count = count, o.type = type;
+  o.receives = receives, o.buffer = const_cast<void*>(buffer);
+  o.count = count, o.type = type_of(type);
   o.rank = rank, o.tag = tag, o.comm = comm;
   return operation;
 }
@@ -208,7 +209,7 @@ int post(bool receives, const void* buffer, int count, int type, int rank, int t
   if (const int code = check(comm, type, rank, tag, receives)) return code;
   const auto operation = transfer(receives, buffer, count, type, rank, tag, comm);
   start(operation, synchronous);
-  requests[*request = new_handle(kMadeRequest)] = operation;
+  requests[*request = new_handle(kMadeRequest, requests)] = operation;
   return kSuccess;
 }
 
@@ -219,7 +220,7 @@ int prepare(bool receives, const void* buffer, int count, int type, int rank, in
   const auto operation = transfer(receives, buffer, count, type, rank, tag, comm);
   operation->persistent = true;
   operation->active = false;
-  requests[*request = new_handle(kMadeRequest)] = operation;
+  requests[*request = new_handle(kMadeRequest, requests)] = operation;
   return kSuccess;
 }
 
@@ -254,7 +255,7 @@ int done_request(int code, int* request) {
   Lock hold(lock);
   auto operation = std::make_shared<Operation>();
   operation->done = true;
-  requests[*request = new_handle(kMadeRequest)] = operation;
+  requests[*request = new_handle(kMadeRequest, requests)] = operation;
   return kSuccess;
 }
 
@@ -268,7 +269,7 @@ int copy(const void* in, Aint n, int in_type, void* out, Aint m, int out_type, i
   Lock hold(lock);
   if (!comms.count(comm)) return kComm;
   if (in == kInPlace || out == kInPlace) return kSuccess;
-  const Type *from = type_of(in_type), *to = type_of(out_type);
+  const Shared from = type_of(in_type), to = type_of(out_type);
   if (!from || !to) return kType;
   if (from->is_dense() && to->is_dense() && n * from->size <= m * to->size) {
     if (n > 0 && from->size > 0) std::memmove(out, in, n * from->size);
@@ -278,7 +279,7 @@ int copy(const void* in, Aint n, int in_type, void* out, Aint m, int out_type, i
 }
 char* at(const void* buffer, Aint offset, int type) {
   Lock hold(lock);
-  const Type* t = type_of(type);
+  const Shared t = type_of(type);
   const bool moves = buffer != kInPlace && t;
   return const_cast<char*>(static_cast<const char*>(buffer)) + (moves ? offset * t->extent() : 0);
 }
@@ -295,7 +296,7 @@ int make_type(int* made, Build build) {
 // A type of blocks of one old type: the length of block i, and its displacement in bytes.
 template <class Length, class Place>
 int make_blocks(int n, int old, int* made, Length length, Place place) {
-  const Type* t = nullptr;
+  Shared t;
   {
     Lock hold(lock);
     t = type_of(old);
@@ -420,7 +421,7 @@ MPI_FUNCTION int MPI_Comm_dup(int comm, int* made) {
       return code;
     if (flag) copied.attributes[key] = out;
   }
-  comms[*made = new_handle(kMadeComm)] = std::move(copied);
+  comms[*made = new_handle(kMadeComm, comms)] = std::move(copied);
   return kSuccess;
 }
 MPI_FUNCTION int MPI_Comm_dup_with_info(int comm, int, int* made) {
@@ -435,7 +436,7 @@ MPI_FUNCTION int MPI_Comm_split(int comm, int color, int, int* made) {
   *made = kNoComm;
   if (color == kUndefined) return kSuccess;
   const int handler = comms[comm].handler;
-  comms[*made = new_handle(kMadeComm)].handler = handler;
+  comms[*made = new_handle(kMadeComm, comms)].handler = handler;
   return kSuccess;
 }
 MPI_FUNCTION int MPI_Comm_split_type(int comm, int kind, int key, int, int* made) {
@@ -451,6 +452,7 @@ MPI_FUNCTION int MPI_Comm_free(int* comm) {
   Lock hold(lock);
   if (!comms.count(*comm)) return kComm;
   delete_attributes(*comm);
+  messages.remove_if([=](const auto& message) { return message->comm == *comm; });
   comms.erase(*comm);
   *comm = kNoComm;
   return kSuccess;
@@ -506,14 +508,18 @@ MPI_FUNCTION int MPI_Group_translate_ranks(int, int n, const int* ranks, int to,
 
 MPI_FUNCTION int MPI_Comm_create_keyval(Copy copy, Delete remove, int* keyval, void* extra) {
   Lock hold(lock);
-  keyvals[*keyval = new_handle(kMadeKeyval)] = {copy, remove, extra};
+  keyvals[*keyval = new_handle(kMadeKeyval, keyvals)] = {copy, remove, extra};
   return kSuccess;
 }
 MPI_FUNCTION int MPI_Comm_free_keyval(int* keyval) { return *keyval = kNoKeyval, kSuccess; }
 MPI_FUNCTION int MPI_Comm_set_attr(int comm, int keyval, void* value) {
   Lock hold(lock);
   if (!comms.count(comm)) return kComm;
-  if (!keyvals.count(keyval)) return kKeyval;
+  const auto entry = keyvals.find(keyval);
+  if (entry == keyvals.end()) return kKeyval;
+  const auto old = comms[comm].attributes.find(keyval);
+  if (old != comms[comm].attributes.end() && entry->second.remove)
+    entry->second.remove(comm, keyval, old->second, entry->second.extra);
   comms[comm].attributes[keyval] = value;
   return kSuccess;
 }
@@ -545,7 +551,7 @@ MPI_FUNCTION int MPI_Comm_delete_attr(int comm, int keyval) {
 // Functions return their errors. Handlers are stored, and not called.
 MPI_FUNCTION int MPI_Comm_create_errhandler(void*, int* handler) {
   Lock hold(lock);
-  return *handler = new_handle(kMadeHandler), kSuccess;
+  return *handler = kMadeHandler, kSuccess;
 }
 MPI_FUNCTION int MPI_Comm_set_errhandler(int comm, int handler) {
   Lock hold(lock);
@@ -575,7 +581,14 @@ MPI_FUNCTION int MPI_Dims_create(int nodes, int n, int* dims) {
 
 MPI_FUNCTION int MPI_Info_create(int* info) {
   Lock hold(lock);
-  infos[*info = new_handle(kMadeInfo)];
+  infos[*info = new_handle(kMadeInfo, infos)];
+  return kSuccess;
+}
+MPI_FUNCTION int MPI_Info_dup(int info, int* made) {
+  Lock hold(lock);
+  if (!infos.count(info)) return kInfo;
+  const auto copied = infos[info];
+  infos[*made = new_handle(kMadeInfo, infos)] = copied;
   return kSuccess;
 }
 MPI_FUNCTION int MPI_Info_set(int info, const char* key, const char* value) {
@@ -619,7 +632,7 @@ MPI_FUNCTION int MPI_Info_free(int* info) {
 
 MPI_FUNCTION int MPI_Type_size_x(int type, long long* size) {
   Lock hold(lock);
-  const Type* t = type_of(type);
+  const Shared t = type_of(type);
   return t ? (*size = t->size, kSuccess) : kType;
 }
 MPI_FUNCTION int MPI_Type_size(int type, int* size) {
@@ -629,7 +642,7 @@ MPI_FUNCTION int MPI_Type_size(int type, int* size) {
 }
 MPI_FUNCTION int MPI_Type_get_extent(int type, Aint* lower, Aint* extent) {
   Lock hold(lock);
-  const Type* t = type_of(type);
+  const Shared t = type_of(type);
   return t ? (*lower = t->lower, *extent = t->extent(), kSuccess) : kType;
 }
 MPI_FUNCTION int MPI_Type_get_extent_x(int type, long long* lower, long long* extent) {
@@ -639,7 +652,7 @@ MPI_FUNCTION int MPI_Type_get_extent_x(int type, long long* lower, long long* ex
 }
 MPI_FUNCTION int MPI_Type_get_true_extent(int type, Aint* lower, Aint* extent) {
   Lock hold(lock);
-  const Type* t = type_of(type);
+  const Shared t = type_of(type);
   if (!t) return kType;
   Aint low = 0, high = 0;
   for (const auto& block : t->blocks) {
@@ -675,19 +688,20 @@ MPI_FUNCTION int MPI_Type_contiguous(int n, int old, int* made) {
 }
 MPI_FUNCTION int MPI_Type_dup(int old, int* made) {
   Lock hold(lock);
-  const Type* t = type_of(old);
-  return t ? (*made = one_rank::add_type(Type(*t)), kSuccess) : kType;
+  const Shared t = type_of(old);
+  return t ? (*made = one_rank::add_type(*t), kSuccess) : kType;
 }
 MPI_FUNCTION int MPI_Type_create_resized(int old, Aint lower, Aint extent, int* made) {
-  if (const int code = MPI_Type_dup(old, made)) return code;
   Lock hold(lock);
-  Type& type = one_rank::made_types()[*made];
+  const Shared t = type_of(old);
+  if (!t) return kType;
+  Type type = *t;
   type.lower = lower, type.upper = lower + extent;
-  return kSuccess;
+  return *made = one_rank::add_type(std::move(type)), kSuccess;
 }
 MPI_FUNCTION int MPI_Type_vector(int n, int length, int stride, int old, int* made) {
   return make_blocks(n, old, made, [=](int) { return length; },
-                     [=](int i, Aint extent) { return i * stride * extent; });
+                     [=](int i, Aint extent) { return Aint(i) * stride * extent; });
 }
 MPI_FUNCTION int MPI_Type_create_hvector(int n, int length, Aint stride, int old, int* made) {
   return make_blocks(n, old, made, [=](int) { return length; },
@@ -717,7 +731,7 @@ MPI_FUNCTION int MPI_Type_create_struct(int n, const int* lengths, const Aint* p
                                         const int* types, int* made) {
   return make_type(made, [&](TypeBuilder& builder) {
     for (int i = 0; i < n; ++i) {
-      const Type* t = type_of(types[i]);
+      const Shared t = type_of(types[i]);
       if (!t) return kType;
       builder.add(*t, lengths[i], places[i]);
     }
@@ -727,10 +741,14 @@ MPI_FUNCTION int MPI_Type_create_struct(int n, const int* lengths, const Aint* p
 
 MPI_FUNCTION int MPI_Op_create(void*, int commutes, int* op) {
   Lock hold(lock);
-  ops[*op = new_handle(kMadeOp)] = commutes != 0;
+  ops[*op = new_handle(kMadeOp, ops)] = commutes != 0;
   return kSuccess;
 }
-MPI_FUNCTION int MPI_Op_free(int* op) { return *op = kNoOp, kSuccess; }
+MPI_FUNCTION int MPI_Op_free(int* op) {
+  Lock hold(lock);
+  ops.erase(*op);
+  return *op = kNoOp, kSuccess;
+}
 MPI_FUNCTION int MPI_Op_commutative(int op, int* flag) {
   Lock hold(lock);
   const auto made = ops.find(op);
@@ -780,6 +798,13 @@ MPI_FUNCTION int MPI_Send(const void* x, int n, int type, int to, int tag, int c
 }
 MPI_FUNCTION int MPI_Bsend(const void* x, int n, int type, int to, int tag, int comm) {
   return MPI_Send(x, n, type, to, tag, comm);
+}
+// Every send is buffered.
+MPI_FUNCTION int MPI_Buffer_attach(void*, int) { return kSuccess; }
+MPI_FUNCTION int MPI_Buffer_detach(void* buffer, int* size) {
+  void* const none = nullptr;
+  std::memcpy(buffer, &none, sizeof none);
+  return *size = 0, kSuccess;
 }
 MPI_FUNCTION int MPI_Rsend(const void* x, int n, int type, int to, int tag, int comm) {
   return MPI_Send(x, n, type, to, tag, comm);
@@ -831,12 +856,12 @@ MPI_FUNCTION int MPI_Improbe(int from, int tag, int comm, int* flag, int* messag
                              MPI_Status* status) {
   Lock hold(lock);
   if (const int code = MPI_Iprobe(from, tag, comm, flag, status)) return code;
-  *message = kNoMessage;
+  *message = from == kProcNull ? kNullMessage : kNoMessage;
   if (!*flag || from == kProcNull) return kSuccess;
   const auto entry = std::find_if(messages.begin(), messages.end(), [&](const auto& m) {
     return m->comm == comm && (tag == kAnyTag || tag == m->tag);
   });
-  probed[*message = new_handle(kMadeRequest)] = *entry;
+  probed[*message = new_handle(kMadeRequest, probed)] = *entry;
   messages.erase(entry);
   return kSuccess;
 }
@@ -846,11 +871,11 @@ MPI_FUNCTION int MPI_Mprobe(int from, int tag, int comm, int* message, MPI_Statu
   changed.wait(hold, [&] {
     return (code = MPI_Improbe(from, tag, comm, &flag, message, status)) || flag;
   });
-  if (!code && from == kProcNull) *message = kNullMessage;
   return code;
 }
 MPI_FUNCTION int MPI_Imrecv(void* y, int n, int type, int* message, int* request) {
   Lock hold(lock);
+  if (!type_of(type)) return kType;
   const auto entry = probed.find(*message);
   const bool null = *message == kNullMessage;
   if (entry == probed.end() && !null) return kRequest;
@@ -861,7 +886,7 @@ MPI_FUNCTION int MPI_Imrecv(void* y, int n, int type, int* message, int* request
     finish(*operation, *entry->second);
     probed.erase(entry);
   }
-  requests[*request = new_handle(kMadeRequest)] = operation;
+  requests[*request = new_handle(kMadeRequest, requests)] = operation;
   return *message = kNoMessage, kSuccess;
 }
 MPI_FUNCTION int MPI_Wait(int* request, MPI_Status* status);
@@ -962,8 +987,10 @@ MPI_FUNCTION int MPI_Cancel(int* request) {
   const auto entry = requests.find(*request);
   if (entry == requests.end()) return kRequest;
   const auto operation = entry->second;
-  if (operation->receives && !operation->done) {
+  if (!is_done(*operation)) {
     receivers.remove(operation);
+    messages.remove(operation->sent);
+    operation->sent.reset();
     operation->done = true;
     operation->status.count_high_and_cancelled = 1;
     changed.notify_all();
@@ -979,24 +1006,25 @@ MPI_FUNCTION int MPI_Status_set_cancelled(MPI_Status* status, int flag) {
 }
 MPI_FUNCTION int MPI_Status_set_elements_x(MPI_Status* status, int type, long long n) {
   Lock hold(lock);
-  const Type* t = type_of(type);
+  const Shared t = type_of(type);
   if (!t) return kType;
   set_status(status, status->source, status->tag, n * (t->item ? t->item : t->size));
   return kSuccess;
 }
 MPI_FUNCTION int MPI_Get_elements_x(const MPI_Status* status, int type, long long* n) {
   Lock hold(lock);
-  const Type* t = type_of(type);
+  const Shared t = type_of(type);
   if (!t) return kType;
   *n = !t->size ? 0 : t->item ? bytes_of(*status) / t->item : kUndefined;
   return kSuccess;
 }
 MPI_FUNCTION int MPI_Get_count(const MPI_Status* status, int type, int* n) {
   Lock hold(lock);
-  const Type* t = type_of(type);
+  const Shared t = type_of(type);
   if (!t) return kType;
-  const Aint bytes = bytes_of(*status);
-  *n = !t->size ? 0 : bytes % t->size ? kUndefined : static_cast<int>(bytes / t->size);
+  const Aint bytes = bytes_of(*status), count = t->size ? bytes / t->size : 0;
+  const bool whole = count * t->size == bytes && count <= 0x7fffffff;
+  *n = !t->size ? 0 : whole ? static_cast<int>(count) : kUndefined;
   return kSuccess;
 }
 

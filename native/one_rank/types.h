@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <cstring>
 #include <map>
+#include <memory>
 #include <vector>
 
 namespace one_rank {
@@ -33,8 +34,8 @@ inline Type basic_type(Aint bytes) {
 }
 
 // A value and an int behind it, for MINLOC and MAXLOC.
-inline Type pair_type(Aint bytes, Aint extent) {
-  return {{{0, bytes}, {bytes, 4}}, 0, extent, bytes + 4, 0};
+inline Type pair_type(Aint bytes, Aint place, Aint extent) {
+  return {{{0, bytes}, {place, 4}}, 0, extent, bytes + 4, 0};
 }
 
 // Builds a type from copies of others.
@@ -106,28 +107,43 @@ inline bool unpack(const std::vector<char>& data, void* buffer, Aint count, cons
 constexpr int kKind = static_cast<int>(0xff000000), kBasic = 0x4c000000;
 constexpr int kPair = static_cast<int>(0x8c000000), kMade = static_cast<int>(0xcc000000);
 
-inline std::map<int, Type>& made_types() {
-  static std::map<int, Type> types = {
-      {kPair + 0, pair_type(4, 8)},  {kPair + 1, pair_type(8, 16)}, {kPair + 2, pair_type(8, 16)},
-      {kPair + 3, pair_type(2, 8)},  {kPair + 4, pair_type(16, 32)}};
+using Shared = std::shared_ptr<const Type>;  // a message may outlast the handle of its type
+
+inline std::map<int, Shared>& made_types() {
+  const auto pair = [](Aint bytes, Aint place, Aint extent) {
+    return std::make_shared<const Type>(pair_type(bytes, place, extent));
+  };
+  static std::map<int, Shared> types = {{kPair + 0, pair(4, 4, 8)},   {kPair + 1, pair(8, 8, 16)},
+                                        {kPair + 2, pair(8, 8, 16)},  {kPair + 3, pair(2, 4, 8)},
+                                        {kPair + 4, pair(16, 16, 32)}};
   return types;
 }
 
 // The type of a handle, or nullptr.
-inline const Type* type_of(int handle) {
+inline Shared type_of(int handle) {
   if ((handle & kKind) == kBasic) {
-    static std::map<int, Type> basic;
+    static std::map<Aint, Shared> basic;
     const Aint bytes = handle == kBasic + 0x10 || handle == kBasic + 0x11 ? 0 : handle >> 8 & 0xff;
-    return &basic.try_emplace(bytes, basic_type(bytes)).first->second;
+    Shared& type = basic[bytes];
+    if (!type) type = std::make_shared<const Type>(basic_type(bytes));
+    return type;
   }
   const auto at = made_types().find(handle);
-  return at == made_types().end() ? nullptr : &at->second;
+  return at == made_types().end() ? nullptr : at->second;
+}
+
+// A handle of a kind that a table does not have yet. Its lower 24 bits are a number.
+template <class Table>
+int new_handle(int kind, const Table& table) {
+  static int last = 16;
+  do last = last % 0xffffff + 1;
+  while (last < 16 || table.count(kind + last));
+  return kind + last;
 }
 
 inline int add_type(Type type) {
-  static int next = 0;
-  const int handle = kMade + 16 + next++;
-  made_types()[handle] = std::move(type);
+  const int handle = new_handle(kMade, made_types());
+  made_types()[handle] = std::make_shared<const Type>(std::move(type));
   return handle;
 }
 

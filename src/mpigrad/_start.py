@@ -7,16 +7,19 @@ are one rank each. They start when they first use a name, so `import mpigrad` al
 
 from __future__ import annotations
 
-import functools
+import contextlib
+import ctypes
 import importlib.abc
 import importlib.machinery
 import importlib.util
+import itertools
 import os
 import subprocess
 import sys
+import threading
 import traceback
 import types
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from mpigrad.runtime.world import (
     check_world,
@@ -29,6 +32,10 @@ from mpigrad.runtime.world import (
 __all__ = ["start", "start_later", "starts_at_import"]
 
 _MPI = "mpi4py.MPI"
+# Parts of mpigrad that can be imported without a rank.
+_WITHOUT_RANK = {"_lazy", "_start", "_version", "launch", "runtime", "solution", "__main__"}
+_lock = threading.RLock()
+_begun = False
 # Cray's MPICH ends a process that no launcher serves, as on login nodes.
 _VENDORS = ("CRAY_MPICH_VERSION", "CRAY_MPICH_DIR", "PE_MPICH_VERSION")
 _TRIAL = 30.0  # seconds for the trial of such an MPI
@@ -43,19 +50,25 @@ def starts_at_import() -> bool:
 
 
 def start_later() -> None:
-    """Let the program's own `from mpi4py import MPI` start MPI as `start` does."""
+    """Start the rank when the program imports a part of mpigrad, and MPI with its own import."""
     sys.meta_path.insert(0, _Finder())
 
 
 class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """The module mpi4py.MPI, which starts MPI."""
+    """The module mpi4py.MPI, which starts MPI. Before parts of mpigrad it starts the rank."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: types.ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
+        package, _, part = fullname.partition(".")
+        if package == "mpigrad" and "." not in part and part not in _WITHOUT_RANK:
+            if not is_command():
+                start()
+            return None
         if fullname != _MPI:
             return None
-        _start_mpi()
+        with _lock:
+            _start_mpi()
         return importlib.util.spec_from_loader(fullname, self)
 
     def create_module(self, spec: importlib.machinery.ModuleSpec) -> types.ModuleType:
@@ -87,7 +100,7 @@ def _start_mpi() -> None:
     if is_served():
         with limit_mpi_init():
             return _load_mpi()
-    with hide_launcher():
+    with hide_launcher(), _same_environment():
         if any(name in os.environ for name in _VENDORS) and not _starts_alone():
             return _load_mpi_of_one_rank()
         try:
@@ -96,6 +109,26 @@ def _start_mpi() -> None:
             if "cannot load MPI library" not in str(error):
                 raise
         return _load_mpi_of_one_rank()
+
+
+@contextlib.contextmanager
+def _same_environment() -> Iterator[None]:
+    """Take back the variables that MPI sets.
+
+    Open MPI's single rank sets those of a launcher, out of sight of `os.environ`. A job that the
+    program starts would take them for its own.
+    """
+    before = _variables()
+    yield
+    for name in _variables() - before:
+        os.unsetenv(name)
+
+
+def _variables() -> set[bytes]:
+    """Return the names of the variables in C's environment."""
+    array = ctypes.POINTER(ctypes.c_char_p).in_dll(ctypes.CDLL(None), "environ")
+    entries = itertools.takewhile(bool, (array[i] for i in itertools.count()))
+    return {entry.partition(b"=")[0] for entry in entries}
 
 
 def _starts_alone() -> bool:
@@ -126,9 +159,22 @@ def _load_mpi_of_one_rank() -> None:
             os.environ[name] = before
 
 
-@functools.cache
 def start() -> None:
     """Start MPI, the guard and the default communicator (collective, once)."""
+    global _begun
+    with _lock:
+        if _begun:
+            return
+        _begun = True
+        sys.meta_path[:] = [finder for finder in sys.meta_path if not isinstance(finder, _Finder)]
+        try:
+            _start()
+        except BaseException:
+            _begun = False  # the next use raises the error, too
+            raise
+
+
+def _start() -> None:
     from mpigrad.runtime.processor import check_processor
 
     try:
@@ -143,7 +189,7 @@ def start() -> None:
             raise
         from mpigrad.runtime.mpi_library import no_mpi_text
 
-        raise ImportError(no_mpi_text(str(error).splitlines()[-1])) from None
+        raise ImportError(no_mpi_text((str(error).splitlines() or ["no text"])[-1])) from None
     from mpi4py import MPI
 
     if not MPI.Is_initialized() or MPI.Is_finalized():

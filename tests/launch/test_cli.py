@@ -118,7 +118,7 @@ def test_an_error_of_a_save_names_the_option(tmp_path: pathlib.Path) -> None:
         (("run", "storm"), "poisson, population, sgd), got storm"),
         (("run",), "expected the NAME of an application (acoustic, elastic"),
         (("doctor", "-n", 0), "-n: expected at least 1 rank, got 0"),
-        (("trot",), "run, launch, doctor"),
+        (("trot",), "run, launch, check, doctor"),
     ],
 )
 def test_rejects_invalid_commands(

@@ -220,11 +220,11 @@ os.write(1, f"{float(gradient())} ".encode())
 @pytest.mark.launcher
 def test_versions_outside_of_the_range() -> None:
     newer = "import jax; jax.__version__, jax.__version_info__ = '99.1.0', (99, 1, 0)\n"
-    done = python(newer + "import mpigrad")
+    done = python(newer + "import mpigrad; mpigrad.grad")
     assert done.stderr.count("\n") == 1, done.stderr
     assert done.stderr.startswith("mpigrad: JAX 99.1.0 is newer than 0.")
     older = "import jax; jax.__version__, jax.__version_info__ = '0.7.2', (0, 7, 2)\n"
-    done = python(older + "import mpigrad")
+    done = python(older + "import mpigrad; mpigrad.grad")
     assert "mpigrad: expected JAX 0.8 or newer, got 0.7.2" in done.stderr
 
 

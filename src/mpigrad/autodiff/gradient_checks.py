@@ -432,10 +432,14 @@ def largest_difference(
     """
     if not expected.size:
         return 0.0, (), 0.0, 0.0
-    distance = np.abs(array - expected)
-    distance = np.where(np.isnan(distance), np.inf, distance)
+    kind = np.result_type(array, expected, np.float64)  # also of booleans and integers
+    a, b = array.astype(kind), expected.astype(kind)
+    with np.errstate(invalid="ignore"):
+        distance = np.abs(a - b)
+    same = (a == b) | (np.isnan(a) & np.isnan(b))
+    distance = np.where(same, 0.0, np.where(np.isnan(distance), np.inf, distance))
     index = tuple(int(i) for i in np.unravel_index(int(np.argmax(distance)), distance.shape))
-    scale = float(np.max(np.abs(expected)))
+    scale = float(np.max(np.abs(b)))
     error = float(distance[index]) / (scale if 0 < scale < np.inf else 1.0)
     return error, index, array[index].item(), expected[index].item()
 

@@ -345,7 +345,7 @@ def _check(arguments: list[str]) -> int:
     for ranks in parsed.ranks:
         _check_launch(ranks, parsed.timeout, 0.0)
     with tempfile.TemporaryDirectory(prefix="mpigrad-check-") as directory:
-        file = pathlib.Path(directory) / "outputs.npz"
+        file = pathlib.Path(directory) / "outputs.pickle"
         words = ["-m", "mpigrad.launch.rank_check", str(file), str(parsed.rtol), *program]
         for ranks in parsed.ranks:
             if code := launcher.launch(words, ranks, timeout=parsed.timeout):

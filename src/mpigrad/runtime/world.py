@@ -199,6 +199,8 @@ def forbid_child_import() -> None:
     never end or be aborted. (A separate job that a launcher starts within a rank has another
     identity.)
     """
+    if not is_served():
+        return  # it is a rank of its own, whatever its variables say
     identity = " ".join(f"{name}={os.environ[name]}" for name in _IDENTITY if name in os.environ)
     rank, _, its_identity = os.environ.get(_PARENT, "").partition(" ")
     taken = identity and identity == its_identity and rank != str(os.getpid())
