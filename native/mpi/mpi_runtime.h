@@ -129,7 +129,7 @@ inline int note_post(Request& request, int code) {
 constexpr int kStopped = -1;
 enum class Stopped { cancels, keeps };
 MPIGRAD_SHARED int await_alone(Request& request, Status& status, Stopped stopped);
-void begin_waits();  // of an operation
+MPIGRAD_SHARED void begin_waits();  // of an operation
 std::string stop_text();
 
 inline int await_request(Request& request, Status& status, Stopped stopped = Stopped::cancels) {
