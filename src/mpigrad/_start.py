@@ -36,6 +36,7 @@ _MPI = "mpi4py.MPI"
 _WITHOUT_RANK = {"_lazy", "_start", "_version", "launch", "runtime", "solution", "__main__"}
 _lock = threading.RLock()
 _begun = False
+_loading = False  # MPI
 # Cray's MPICH ends a process that no launcher serves, as on login nodes.
 _VENDORS = ("CRAY_MPICH_VERSION", "CRAY_MPICH_DIR", "PE_MPICH_VERSION")
 _TRIAL = 30.0  # seconds for the trial of such an MPI
@@ -65,7 +66,7 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
             if not is_command():
                 start()
             return None
-        if fullname != _MPI:
+        if fullname != _MPI or _loading:
             return None
         with _lock:
             _start_mpi()
@@ -93,10 +94,19 @@ def _load_mpi() -> None:
 
 
 def _start_mpi() -> None:
-    """Start MPI: that of the launcher, or of one rank."""
-    sys.meta_path[:] = [finder for finder in sys.meta_path if not isinstance(finder, _Finder)]
+    """Start MPI, once: that of the launcher, or of one rank."""
+    global _loading
     if _MPI in sys.modules:
         return
+    _loading = True
+    try:
+        _load_some_mpi()
+    finally:
+        _loading = False
+
+
+def _load_some_mpi() -> None:
+    """Import mpi4py.MPI with the MPI of the launcher, or of one rank."""
     if is_served():
         with limit_mpi_init():
             return _load_mpi()
@@ -119,9 +129,11 @@ def _same_environment() -> Iterator[None]:
     program starts would take them for its own.
     """
     before = _variables()
-    yield
-    for name in _variables() - before:
-        os.unsetenv(name)
+    try:
+        yield
+    finally:
+        for name in _variables() - before:
+            os.unsetenv(name)
 
 
 def _variables() -> set[bytes]:

@@ -23,3 +23,18 @@ def test_waits_are_stopped_and_leave_nothing_behind(mpi: str) -> None:
     expected = ["limit"] * 4 + ["5.0", f"{wait} 7.0 ended", "limit", "8.0", "interrupted", "9.0"]
     assert done.stdout.splitlines() == expected, done.stderr
     assert done.returncode == 0
+
+
+@pytest.mark.waits
+def test_a_deadlock_is_proved_again() -> None:
+    """A stopped receive is taken back, so that the counts of the board stay right."""
+    code = """
+import jax.numpy as jnp, mpigrad as mg
+for source in (0, 0):
+    try:
+        mg.recv(jnp.zeros(3), source=source)
+    except Exception as error:
+        print("deadlock" in str(error))
+"""
+    done = run([sys.executable, "-c", code], MPIGRAD_TIMEOUT="40", MPIGRAD_GUARD="0")
+    assert done.stdout.split() == ["True", "True"], done.stdout + done.stderr

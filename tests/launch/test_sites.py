@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from launching import mpigrad
+from launching import mpigrad, run
 from sites import SITES, Site, start, start_and_use
 
 pytestmark = pytest.mark.launcher
@@ -59,3 +59,46 @@ def test_a_program_may_load_mpi_first() -> None:
     site = Site("mpi4py first", {})
     code = "from mpi4py import MPI; import mpigrad, sys; print('jax' in sys.modules)"
     assert start(site, code) == "True"
+
+
+ORDERS = (
+    "from mpigrad.grid import Grid; Grid((4,), (1.0,))",
+    "import mpigrad; from mpi4py import MPI; from mpigrad.sparse import Matrix",
+    "import mpigrad.waves",
+    "from mpigrad.compat import mpi4jax",
+)
+
+
+@pytest.mark.cases("0", "1", reason="the others are imports of the same kind")
+@pytest.mark.parametrize("order", range(len(ORDERS)))
+def test_each_order_of_imports_starts_the_rank(order: int) -> None:
+    code = "; import threading; print(*[t.name for t in threading.enumerate()])"
+    assert "mpigrad-watch" in start(SITES[0], ORDERS[order] + code)
+
+
+@pytest.mark.full("the sites above have these variables")
+def test_children_of_a_rank_without_a_launcher(tmp_path: pathlib.Path) -> None:
+    """A pool of processes with the variables of a launcher that is gone."""
+    program = tmp_path / "program.py"
+    program.write_text(
+        "import multiprocessing, mpigrad as mg\n"
+        "def size(_): return mg.default_communicator().size\n"
+        "if __name__ == '__main__':\n"
+        "    mg.default_communicator()\n"
+        "    with multiprocessing.get_context('spawn').Pool(1) as pool:\n"
+        "        print(pool.map(size, [0, 0]))\n"
+    )
+    variables = SITES[4].variables
+    done = run([sys.executable, str(program)], **variables)
+    assert done.stdout == "[1, 1]\n", done.stderr
+
+
+def test_a_program_without_a_launcher_starts_a_job(tmp_path: pathlib.Path) -> None:
+    """What MPI has set for its single rank does not reach the ranks."""
+    child = tmp_path / "child.py"
+    child.write_text("import mpigrad as mg, os\nprint(mg.default_communicator().size, end=' ')\n")
+    program = "import mpigrad as mg, subprocess, sys; mg.default_communicator()\n"
+    words = ["-m", "mpigrad", "launch", "-n", "2", str(child)]
+    program += f"sys.exit(subprocess.run([sys.executable, *{words!r}]).returncode)"
+    done = run([sys.executable, "-c", program])
+    assert (done.returncode, done.stdout) == (0, "2 2 "), done.stderr

@@ -88,15 +88,9 @@ _RANKS = (
 _SIZES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "FLUX_JOB_SIZE", "JSM_NAMESPACE_SIZE")
 # All by which an MPI could take a process without a server for a rank.
 _HIDDEN = (
-    "OMPI_COMM_WORLD_",
-    "OMPI_MCA_ess_",
-    "OMPI_MCA_orte_",
-    "PMI_",
-    "PMIX_",
-    "PRTE_",
-    "SLURM_",
+    *("OMPI_COMM_WORLD_", "OMPI_MCA_ess_", "OMPI_MCA_orte_", "PMI_", "PMIX_", "PRTE_"),
+    *("SLURM_", "PALS_", "FLUX_", "JSM_", "HYDRA_", "I_MPI_PMI_LIBRARY"),
 )
-_HIDDEN += ("PALS_", "FLUX_", "JSM_", "HYDRA_", "I_MPI_PMI_LIBRARY")
 _ANSWER = 1.0  # seconds in which a server on this host takes a connection
 
 
