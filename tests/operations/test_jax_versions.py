@@ -340,7 +340,8 @@ def test_programs_that_jax_lowers_in_two_steps(comm: Communicator) -> None:
 def test_the_users_xla_flags_are_kept_and_have_an_effect(tmp_path: pathlib.Path) -> None:
     program = tmp_path / "flags.py"
     program.write_text(
-        "import os, jax, mpigrad; os.write(1, (os.environ['XLA_FLAGS'] + chr(10)).encode())\n"
+        "import os, jax, mpigrad\n"
+        "os.write(1, f\"{os.environ['XLA_FLAGS']}|{os.environ['NPROC']}\\n\".encode())\n"
         "jax.jit(lambda x: x + 1)(1.0)\n"
     )
     own = "--xla_dump_to=" + str(tmp_path / "dump")
@@ -349,7 +350,9 @@ def test_the_users_xla_flags_are_kept_and_have_an_effect(tmp_path: pathlib.Path)
     lines = done.stdout.splitlines()
     assert len(lines) == 2
     for line in lines:
-        words = line.split()
+        flags, _, threads = line.partition("|")
+        assert threads == "2"  # of XLA's pools, on a node of any size
+        words = flags.split()
         assert own in words and "--xla_cpu_multi_thread_eigen=false" in words
         # XLA stops reading at the first word without dashes.
         dashed = [word.startswith("--") for word in words]
