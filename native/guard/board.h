@@ -9,6 +9,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
+#include <type_traits>
 
 #include "visibility.h"
 
@@ -30,7 +31,7 @@ enum OperationKind : int64_t { kUnknown, kCollective, kMessagesOnly };
 // The while loops that an operation is in, if their conditions read numbers (loops.h). `where` says
 // which loops they are (0: none), and `numbers` what their conditions read in this step.
 struct LoopState {
-  int64_t where = 0, numbers = 0;
+  int64_t where, numbers;
 };
 
 // Whether two ranks are in the same loops, and in steps with different numbers.
@@ -144,6 +145,8 @@ struct Slot {
   int64_t tree_of[kSites];
   char trees[kTrees];
 };
+// A constructor would write zeros to every page of a slot as it is loaded: 100 MB of each rank.
+static_assert(std::is_trivially_default_constructible_v<Slot>);
 
 // A verdict: the same error for every rank that it concerns. `serials` holds for each rank 0 (not
 // concerned), the serial number of the refused operation, or -1 (refuse the next operation).
