@@ -1,7 +1,7 @@
 # VARIANTS: the kinds of processors for which waves and multigrid are compiled.
 #
 # MPIGRAD_VARIANTS is `native` (the default: the best variant that the processor of the build runs), `all`
-# (wheels), or a list. In the environment it comes before the value that a build folder has kept.
+# (wheels: those with AVX2), or a list. In the environment it comes before the value that a build folder has kept.
 set(MPIGRAD_VARIANTS native CACHE STRING
   "native, all, or a list of x86-64, x86-64-v3 and x86-64-v4 (on other processors: baseline)")
 set(VARIANTS ${MPIGRAD_VARIANTS})
@@ -24,6 +24,7 @@ if(VARIANTS STREQUAL "native" AND NOT CMAKE_CROSSCOMPILING)
   list(GET ALL_VARIANTS ${BEST_VARIANT} VARIANTS)
 elseif(VARIANTS MATCHES "^(native|all)$")
   set(VARIANTS ${ALL_VARIANTS})
+  list(REMOVE_ITEM VARIANTS x86-64)
 endif()
 foreach(variant IN LISTS VARIANTS)
   if(NOT variant IN_LIST ALL_VARIANTS)

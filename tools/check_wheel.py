@@ -22,7 +22,7 @@ from elftools.elf.elffile import ELFFile
 # Libraries that every Linux has. auditwheel copies all others into the wheel.
 SYSTEM = re.compile(r"(libc|libm|libdl|libpthread|librt|libgcc_s|libstdc\+\+|ld-linux.*)\.so\.\d+")
 
-VARIANTS = ("x86-64", "x86-64-v3", "x86-64-v4")  # of mpigrad/runtime/processor.py
+VARIANTS = ("x86-64-v3", "x86-64-v4")  # `all` of cmake/variants.cmake
 
 
 def newest(versions: set[str], name: str) -> str:
