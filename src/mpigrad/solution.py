@@ -10,6 +10,8 @@ import enum
 from typing import Any
 
 import jax
+import numpy as np
+from jax.core import Tracer
 
 __all__ = ["Result", "Solution"]
 
@@ -69,34 +71,60 @@ class Result(enum.IntEnum):
 
 
 @jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, repr=False)
 class Solution:
     """The return value of `sparse.solve`, `sparse.newton` and `optimize.minimize`.
 
     Attributes
     ----------
-    value
-        The solution. If it is sharded over ranks, this rank's part.
-    result
-        A `Result`, or an integer array of its numbers: 0 is success.
-    stats
-        Statistics by name, the same on all ranks. Each solver documents its own. `num_steps` is
-        always among them.
-    state
-        The data that the method needs to continue, or None.
+        value
+            The solution. If it is sharded over ranks, this rank's part.
+        result
+            A `Result`, or an integer array of its numbers: 0 is success.
+        stats
+            Statistics by name, the same on all ranks. Each solver documents its own. `num_steps` is
+            always among them.
+        state
+            The data that the method needs to continue, or None.
 
     Examples
     --------
-    >>> import jax.numpy as jnp
-    >>> from mpigrad.sparse import PCG, Result, solve
-    >>> solution = solve(lambda v: 2 * v, jnp.ones(3), PCG())
-    >>> solution.value
-    Array([0.5, 0.5, 0.5], dtype=float32)
-    >>> Result(int(solution.result)).name, int(solution.stats["num_steps"])
-    ('SUCCESSFUL', 1)
+        >>> import numpy as np
+    from jax.core import Tracer
+        >>> from mpigrad.sparse import PCG, Result, solve
+        >>> solution = solve(lambda v: 2 * v, jnp.ones(3), PCG())
+        >>> solution.value
+        Array([0.5, 0.5, 0.5], dtype=float32)
+        >>> Result(int(solution.result)).name, int(solution.stats["num_steps"])
+        ('SUCCESSFUL', 1)
     """
 
     value: Any
     result: Any
     stats: dict[str, Any]
     state: Any = None
+
+    def __repr__(self) -> str:
+        """Return the shapes of the value, the result and the statistics that are one number."""
+        value = jax.tree.map(_Shape.of, self.value)
+        result = self.result
+        if isinstance(result, int | jax.Array) and not isinstance(result, Tracer):
+            result = Result(int(result)) if np.ndim(result) == 0 else result
+        stats = {name: x for name, x in self.stats.items() if np.ndim(x) == 0}
+        numbers = "".join(f", {k}={v}" for k, v in stats.items())
+        return f"Solution(value={value}, result={result}{numbers})"
+
+
+class _Shape(str):
+    """A text without quotation marks in the `repr` of a pytree."""
+
+    __slots__ = ()
+    __repr__ = str.__str__
+
+    @classmethod
+    def of(cls, x: Any) -> _Shape:
+        """Return `float32[3]` for an array."""
+        try:
+            return cls(jax.typeof(x).str_short())
+        except TypeError:  # a placeholder
+            return cls(repr(x))

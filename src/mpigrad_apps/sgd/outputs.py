@@ -52,7 +52,7 @@ def write_report(
     if all(log.epochs for log in logs) and task.held_out:
         what = "accuracy" if settings.module is None else "score"
         drawn.append(pictures.draw_tests(logs, what))
-    if any(log.bound is not None for log in logs):
+    if any(n for log in logs for step in log.steps for n in step.staleness):
         drawn.append(pictures.draw_staleness(logs))
     return report.write_report(
         settings.out,

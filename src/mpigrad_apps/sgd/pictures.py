@@ -16,6 +16,7 @@ from mpigrad_apps.sgd.run_log import RunLog
 __all__ = ["draw_losses", "draw_staleness", "draw_tests"]
 
 _COLOURS = ("#2563a8", "#b3261e", "#2e7d32", "#8e5ea2", "#b7791f", "#57606a")
+_LINES = ("-", "--", ":", "-.")  # curves that lie on each other are seen
 _SMOOTH = 40  # points of a smoothed curve
 
 
@@ -27,10 +28,12 @@ def draw_losses(logs: Sequence[RunLog]) -> report.Picture:
             (("seconds since the first update", "seconds"), ("samples", "samples"))
         ):
             axes = figure.add_subplot(1, 2, place + 1)
-            for log, colour in zip(logs, itertools.cycle(_COLOURS), strict=False):
+            for log, colour, line in zip(
+                logs, itertools.cycle(_COLOURS), itertools.cycle(_LINES), strict=False
+            ):
                 x = np.array([getattr(step, of) for step in log.steps])
                 y = np.array([step.loss for step in log.steps])
-                axes.semilogy(*_smoothed(x, y), color=colour, linewidth=1.8, label=log.name)
+                axes.semilogy(*_smoothed(x, y), line, color=colour, linewidth=1.8, label=log.name)
             _finish(axes, label, "loss of the batches" if place == 0 else "")
             if place == 0:
                 axes.legend(fontsize=9)
@@ -53,10 +56,12 @@ def draw_tests(logs: Sequence[RunLog], what: str) -> report.Picture:
             (("seconds since the first update", "seconds"), ("samples", "samples"))
         ):
             axes = figure.add_subplot(1, 2, place + 1)
-            for log, colour in zip(logs, itertools.cycle(_COLOURS), strict=False):
+            for log, colour, line in zip(
+                logs, itertools.cycle(_COLOURS), itertools.cycle(_LINES), strict=False
+            ):
                 x = [getattr(epoch, of) for epoch in log.epochs]
                 y = [epoch.score if scored else epoch.loss for epoch in log.epochs]
-                axes.plot(x, y, "o-", color=colour, markersize=3.5, label=log.name)
+                axes.plot(x, y, f"o{line}", color=colour, markersize=3.5, label=log.name)
             _finish(axes, label, (what if scored else "loss") if place == 0 else "")
             if place == 0:
                 axes.legend(fontsize=9)
