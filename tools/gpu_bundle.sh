@@ -44,7 +44,7 @@ command -v strip > /dev/null || fail "strip was not found. Install binutils (Deb
 
 # A wheel of dist/ that is newer than all its sources.
 current_wheel() {
-    wheel=$(ls -t dist/mpigrad-*.whl 2> /dev/null | head -n 1)
+    wheel=$(ls -t dist/mpigrad-*_x86_64.whl 2> /dev/null | head -n 1)
     [ -n "$wheel" ] || return 1
     changed=$(find src native cmake CMakeLists.txt pyproject.toml -type f -newer "$wheel" \
         ! -name '*.pyc' ! -name '*.so' | head -n 1)

@@ -39,7 +39,7 @@ show_and_fail() {
     fail "$mpi, $python: $*"
 }
 
-wheel=$(ls "$PWD"/dist/mpigrad-*.whl 2> /dev/null) || fail "dist/ has no wheel. Run: make wheel"
+wheel=$(ls "$PWD"/dist/mpigrad-*_"$(uname -m)".whl 2> /dev/null) || fail "dist/ has no wheel. Run: make wheel"
 if unzip -l "$wheel" | grep -q libmpigrad_hypre; then
     methods="BoomerAMG PFMG" solvers="(BoomerAMG, PFMG)"
 else

@@ -190,12 +190,14 @@ constexpr char kSameLayout[] =
 
 // Page faults of small pages cost more than the message: ask for huge pages before the first
 // access.
-inline void advise_huge_pages(void* data, size_t bytes) {
+inline void advise_huge_pages([[maybe_unused]] void* data, [[maybe_unused]] size_t bytes) {
+#ifdef MADV_HUGEPAGE
   constexpr uintptr_t page = 2u << 20;
   if (bytes < 2 * page) return;
   const uintptr_t begin = (reinterpret_cast<uintptr_t>(data) + page - 1) & ~(page - 1);
   const uintptr_t end = (reinterpret_cast<uintptr_t>(data) + bytes) & ~(page - 1);
   if (end > begin) madvise(reinterpret_cast<void*>(begin), end - begin, MADV_HUGEPAGE);
+#endif
 }
 
 inline std::string length_error(int64_t got_words, int64_t expected_words, size_t width,

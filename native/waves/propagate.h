@@ -382,7 +382,7 @@ class Propagation {
     const PointTable::Shot& points = values.table->of(shot);
     const PointTable::Shot* read = reads ? &reads->table->of(shot) : nullptr;
     const size_t n_read = read ? read->entries.size() : 0;
-    samples_.resize(std::max(samples_.size(), depth * n_read));
+    samples_.resize(std::max(samples_.size(), static_cast<size_t>(depth) * n_read));
     for (int phase = 0; phase < P::kPhases; ++phase) {
       const bool samples = read && phase == (mode == Mode::kAdjoint ? physics_.source_phase() : 0);
       physics_.prepare(phase, mode, wave, history.at(n), history.before(n));

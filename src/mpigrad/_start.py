@@ -187,6 +187,11 @@ def start() -> None:
 
 
 def _start() -> None:
+    if sys.platform != "linux":
+        raise ImportError(
+            f"mpigrad: expected Linux, got {sys.platform}. Use a container or a virtual machine with "
+            "Linux (docs/installing.md says what is missing on macOS)."
+        )
     from mpigrad.runtime.processor import check_processor
 
     try:

@@ -6,10 +6,12 @@ import os
 import pathlib
 import subprocess
 import sys
+import tomllib
 
 import pytest
 
-from launching import mpigrad, run
+from launching import PROGRAMS, mpigrad, run
+from mpigrad._version import __version__ as mpigrad_version
 from sites import SITES, Site, start, start_and_use
 
 pytestmark = pytest.mark.launcher
@@ -52,6 +54,27 @@ def test_one_rank_is_launched_without_mpi(tmp_path: pathlib.Path) -> None:
     program.write_text("import mpigrad as mg\nprint(mg.default_communicator())\n")
     done = mpigrad("launch", "-n", 1, program, MPI4PY_LIBMPI="/nonexistent")
     assert done.stdout == "Communicator(rank=0, size=1)\n", done.stderr
+
+
+def test_another_system_is_an_error() -> None:
+    program = "import sys; sys.platform = 'darwin'; import mpigrad; mpigrad.grad"
+    done = run([sys.executable, "-c", program])
+    assert "ImportError: mpigrad: expected Linux, got darwin." in done.stderr
+
+
+def test_recipes_need_what_the_package_needs() -> None:
+    root = PROGRAMS.parents[1]
+    project = tomllib.loads((root / "pyproject.toml").read_text())
+    conda = (root / "packaging/conda/recipe.yaml").read_text()
+    spack = (root / "packaging/spack/packages/py_mpigrad/package.py").read_text()
+    run_time = conda.partition("\n  run:\n")[2].partition("\n\n")[0]
+    build = project["build-system"]["requires"]
+    assert f'version: "{mpigrad_version}"' in conda
+    for requirement in (*build, *project["project"]["dependencies"]):
+        name, version = requirement.split(">=")
+        assert f"- {name} >={version}\n" in (conda if requirement in build else run_time + "\n")
+        assert f'"py-{name}@{version}:"' in spack
+    assert "python@3.11:" in spack and project["project"]["requires-python"] == ">=3.11"
 
 
 def test_a_program_may_load_mpi_first() -> None:

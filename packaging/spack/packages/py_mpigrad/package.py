@@ -4,8 +4,7 @@ from spack.package import *
 
 
 class PyMpigrad(PythonPackage):
-    """Differentiable MPI programs in Python: a message is a node of the computational graph, and its
-    derivative is another message."""
+    """Differentiable MPI programs in Python, on JAX."""
 
     homepage = "https://github.com/mpigrad/mpigrad"
     git = "https://github.com/mpigrad/mpigrad.git"
@@ -25,9 +24,9 @@ class PyMpigrad(PythonPackage):
     with default_args(type=("build", "run")):
         depends_on("python@3.11:")
         depends_on("py-jax@0.8:")
-        depends_on("py-numpy@2:")
+        depends_on("py-numpy@2.0:")
 
-    depends_on("py-mpi4py@4:", type="run")
+    depends_on("py-mpi4py@4.0:", type="run")
     # No library links MPI: the type `run` keeps the mpiexec of mpi4py's MPI on PATH.
     depends_on("mpi", type="run")
     depends_on("mpi", type=("build", "link"), when="+hypre")
