@@ -82,13 +82,17 @@ Start = Callable[[list[str], dict[str, str]], "subprocess.Popen[str]"]
 
 def measure(ranks: int, options: list[str], start: Start) -> dict[str, float]:
     """Start a job, and return its seconds, those of each stage of a rank, memory and threads."""
+    (ROOT / "build").mkdir(exist_ok=True)
     with tempfile.TemporaryDirectory(dir=ROOT / "build") as folder:
         file = pathlib.Path(folder) / "rank0.json"
         words = [sys.executable, "-m", "mpigrad", "launch", "-n", str(ranks), *options, __file__]
         begin, busy = time.perf_counter(), busy_seconds()
         job = start(words, os.environ | {WORKER: str(file)})
-        if job.wait(LIMIT):
-            sys.exit(job.returncode)
+        try:
+            if job.wait(LIMIT):
+                sys.exit(job.returncode)
+        finally:
+            job.terminate()  # the launcher ends its ranks
         seconds = time.perf_counter() - begin
         busy = busy_seconds() - busy
         *stages, megabytes, threads = json.loads(file.read_text())
@@ -107,6 +111,7 @@ def hosts(number: int) -> Iterator[tuple[list[str], Start]]:
     from network import Network  # pyright: ignore[reportMissingImports]
 
     names = [f"node{i}" for i in range(1, number + 1)]
+    (ROOT / "build").mkdir(exist_ok=True)
     with tempfile.TemporaryDirectory(dir=ROOT / "build") as folder:
         file = pathlib.Path(folder) / "hosts.txt"
         with Network(names, pathlib.Path(folder)) as network:
@@ -136,7 +141,8 @@ def main() -> None:
     with hosts(given.hosts) as (options, start):
         for ranks in given.ranks:
             if given.hosts:
-                each = [f"node{i + 1} slots={ranks // given.hosts}\n" for i in range(given.hosts)]
+                slots = -(-ranks // given.hosts)
+                each = [f"node{i + 1} slots={slots}\n" for i in range(given.hosts)]
                 pathlib.Path(options[1]).write_text("".join(each))
             rows.append(measure(ranks, options, start))
             if ranks == given.ranks[0]:

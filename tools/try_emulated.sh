@@ -39,15 +39,16 @@ python=$(ls "$root"/debian/usr/bin/python3.[0-9]*)
 rm -rf "$root/site" "$root/launcher" "$root/mpich"
 platforms="--platform manylinux_2_35_$arch --platform manylinux_2_28_$arch --platform manylinux_2_27_$arch
     --platform manylinux_2_17_$arch --platform manylinux2014_$arch"
-# shellcheck disable=SC2086
-quietly python3 -m pip install --target "$root/site" --only-binary :all: $platforms \
-    --python-version "${python##*/python}" "$wheel"
-# shellcheck disable=SC2086
-quietly python3 -m pip download --dest "$root/mpich" --only-binary :all: $platforms \
-    --python-version "${python##*/python}" mpich
-quietly python3 -m zipfile --extract "$root"/mpich/mpich-*.whl "$root/mpich"
 quietly python3 -m venv "$root/launcher"
 quietly "$root/launcher/bin/python" -m pip install mpich
+pip="$root/launcher/bin/python -m pip"
+# shellcheck disable=SC2086
+quietly $pip install --target "$root/site" --only-binary :all: $platforms \
+    --python-version "${python##*/python}" "$wheel"
+# shellcheck disable=SC2086
+quietly $pip download --dest "$root/mpich" --only-binary :all: $platforms \
+    --python-version "${python##*/python}" mpich
+quietly python3 -m zipfile --extract "$root"/mpich/mpich-*.whl "$root/mpich"
 library=$(find "$root/mpich" -name libmpi.so.12) && [ "$library" ] || fail "the wheel of MPICH has no libmpi.so.12"
 
 # try TEXT PROGRAM…: the program, on two ranks, must print this text.

@@ -33,10 +33,13 @@ if [ "$ARCH" != "$(uname -m)" ]; then
     export CMAKE_TOOLCHAIN_FILE="$PWD/cmake/$ARCH.cmake" _PYTHON_HOST_PLATFORM="linux-$ARCH" \
         AUDITWHEEL_LD_LIBRARY_PATH="/usr/$ARCH-linux-gnu/lib"
     [ -e "$CMAKE_TOOLCHAIN_FILE" ] || { echo "wheel: no $CMAKE_TOOLCHAIN_FILE: ARCH=aarch64" >&2; exit 1; }
-    command -v "$ARCH-linux-gnu-g++" > /dev/null || {
-        echo "wheel: there is no compiler for $ARCH: apt-get install g++-$ARCH-linux-gnu" >&2
-        exit 1
-    }
+    # pip would take CMake and Ninja for the other processor.
+    for program in "$ARCH-linux-gnu-g++" cmake ninja; do
+        command -v "$program" > /dev/null || {
+            echo "wheel: there is no $program: apt-get install g++-$ARCH-linux-gnu cmake ninja-build" >&2
+            exit 1
+        }
+    done
 fi
 
 [ -n "${HYPRE_SOURCE:-}" ] || HYPRE_SOURCE=$(tools/hypre_source.sh)

@@ -51,8 +51,6 @@ struct Contract {
   const char* name;  // the operation's name, in the memory of this process
 };
 
-inline bool is_adjoint(const Contract& c) { return c.site < 0; }
-
 // A contract as it is sent to ranks that do not see the board.
 struct Report {
   int64_t world_rank;

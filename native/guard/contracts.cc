@@ -66,7 +66,7 @@ void write(Contract& c, int64_t site, const char* operation, const char* text,
 }
 
 bool agree(const Contract& a, const Contract& b) {
-  if (is_adjoint(a) != is_adjoint(b) || std::strncmp(a.operation, b.operation, kName) || a.terms != b.terms ||
+  if (std::strncmp(a.operation, b.operation, kName) || a.terms != b.terms ||
       a.counts_kind != b.counts_kind || a.counts != b.counts || a.free_dims != b.free_dims ||
       !same_layout(a.dtype, a.rank, a.dims, b.dtype, b.rank, b.dims, a.free_dims) ||
       !same_tree(a.tree, b.tree) || steps_differ(a.loop, b.loop))
@@ -87,7 +87,6 @@ uint64_t digest(const Contract& c) {
   Mixed mix;
   for (const int64_t word : {c.dtype, c.rank, c.free_dims, c.terms, c.counts_kind, c.counts, c.tree})
     mix(word);
-  mix(is_adjoint(c));
   for (int64_t i = std::min(c.free_dims, c.rank); i < std::min<int64_t>(c.rank, kDims); ++i)
     mix(c.dims[i]);
   for (int64_t i = 0; i < c.terms; ++i) mix(c.values[i]);

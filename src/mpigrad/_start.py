@@ -22,6 +22,8 @@ import types
 from collections.abc import Iterator, Sequence
 
 from mpigrad.runtime.world import (
+    MPIError,
+    check_system,
     check_world,
     hide_launcher,
     is_command,
@@ -187,11 +189,10 @@ def start() -> None:
 
 
 def _start() -> None:
-    if sys.platform != "linux":
-        raise ImportError(
-            f"mpigrad: expected Linux, got {sys.platform}. Use a container or a virtual machine with "
-            "Linux (docs/installing.md says what is missing on macOS)."
-        )
+    try:
+        check_system()
+    except MPIError as error:
+        raise ImportError(str(error)) from None
     from mpigrad.runtime.processor import check_processor
 
     try:

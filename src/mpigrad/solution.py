@@ -5,13 +5,14 @@ The names are those of lineax and optimistix.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import enum
+import operator
 from typing import Any
 
 import jax
 import numpy as np
-from jax.core import Tracer
 
 __all__ = ["Result", "Solution"]
 
@@ -77,26 +78,25 @@ class Solution:
 
     Attributes
     ----------
-        value
-            The solution. If it is sharded over ranks, this rank's part.
-        result
-            A `Result`, or an integer array of its numbers: 0 is success.
-        stats
-            Statistics by name, the same on all ranks. Each solver documents its own. `num_steps` is
-            always among them.
-        state
-            The data that the method needs to continue, or None.
+    value
+        The solution. If it is sharded over ranks, this rank's part.
+    result
+        A `Result`, or an integer array of its numbers: 0 is success.
+    stats
+        Statistics by name, the same on all ranks. Each solver documents its own. `num_steps` is
+        always among them.
+    state
+        The data that the method needs to continue, or None.
 
     Examples
     --------
-        >>> import numpy as np
-    from jax.core import Tracer
-        >>> from mpigrad.sparse import PCG, Result, solve
-        >>> solution = solve(lambda v: 2 * v, jnp.ones(3), PCG())
-        >>> solution.value
-        Array([0.5, 0.5, 0.5], dtype=float32)
-        >>> Result(int(solution.result)).name, int(solution.stats["num_steps"])
-        ('SUCCESSFUL', 1)
+    >>> import jax.numpy as jnp
+    >>> from mpigrad.sparse import PCG, Result, solve
+    >>> solution = solve(lambda v: 2 * v, jnp.ones(3), PCG())
+    >>> solution.value
+    Array([0.5, 0.5, 0.5], dtype=float32)
+    >>> Result(int(solution.result)).name, int(solution.stats["num_steps"])
+    ('SUCCESSFUL', 1)
     """
 
     value: Any
@@ -108,11 +108,11 @@ class Solution:
         """Return the shapes of the value, the result and the statistics that are one number."""
         value = jax.tree.map(_Shape.of, self.value)
         result = self.result
-        if isinstance(result, int | jax.Array) and not isinstance(result, Tracer):
-            result = Result(int(result)) if np.ndim(result) == 0 else result
-        stats = {name: x for name, x in self.stats.items() if np.ndim(x) == 0}
-        numbers = "".join(f", {k}={v}" for k, v in stats.items())
-        return f"Solution(value={value}, result={result}{numbers})"
+        with contextlib.suppress(Exception):  # a tracer, an array of several, a placeholder
+            result = Result(operator.index(result))
+        stats = self.stats if isinstance(self.stats, dict) else {}
+        numbers = [f", {name}={x}" for name, x in stats.items() if getattr(x, "ndim", 0) == 0]
+        return f"Solution(value={value}, result={result}{''.join(numbers)})"
 
 
 class _Shape(str):
@@ -124,7 +124,5 @@ class _Shape(str):
     @classmethod
     def of(cls, x: Any) -> _Shape:
         """Return `float32[3]` for an array."""
-        try:
-            return cls(jax.typeof(x).str_short())
-        except TypeError:  # a placeholder
-            return cls(repr(x))
+        is_array = isinstance(x, jax.Array | np.ndarray) and x.dtype.kind not in "OSU"
+        return cls(jax.typeof(x).str_short() if is_array else repr(x))

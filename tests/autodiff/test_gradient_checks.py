@@ -29,6 +29,13 @@ def test_dot_test(comm: Communicator) -> None:
     assert abs(result.forward - result.reverse) < 1e-11
     pair = {"a": x, "n": jnp.arange(3)}  # integers take no part
     mg.dot_test(lambda p, y: (mg.bcast(p["a"] * y), p["n"]), pair, x)
+    mg.dot_test(lambda x: 1.0 * x, x if comm.rank == 0 else jnp.arange(4))
+    with pytest.raises(
+        ValueError, match=r"expected a float argument, got int64.*jnp.arange\(3.0\)"
+    ):
+        mg.dot_test(lambda n: 1.0 * mg.bcast(n), jnp.arange(3))
+    with pytest.raises(ValueError, match="expected a float result, got int64"):
+        mg.dot_test(lambda x: jnp.floor(x).astype(int), x)
 
 
 def test_taylor_test(comm: Communicator) -> None:

@@ -60,13 +60,16 @@ def test_another_system_is_an_error() -> None:
     program = "import sys; sys.platform = 'darwin'; import mpigrad; mpigrad.grad"
     done = run([sys.executable, "-c", program])
     assert "ImportError: mpigrad: expected Linux, got darwin." in done.stderr
+    command = "from mpigrad.launch.cli import main; sys.argv = ['mpigrad', 'doctor']; main()"
+    done = run([sys.executable, "-c", f"import sys; sys.platform = 'darwin'; {command}"])
+    assert done.stderr.startswith("mpigrad: expected Linux, got darwin."), done.stderr
 
 
 def test_recipes_need_what_the_package_needs() -> None:
     root = PROGRAMS.parents[1]
     project = tomllib.loads((root / "pyproject.toml").read_text())
     conda = (root / "packaging/conda/recipe.yaml").read_text()
-    spack = (root / "packaging/spack/packages/py_mpigrad/package.py").read_text()
+    spack = (root / "packaging/spack/spack_repo/mpigrad/packages/py_mpigrad/package.py").read_text()
     run_time = conda.partition("\n  run:\n")[2].partition("\n\n")[0]
     build = project["build-system"]["requires"]
     assert f'version: "{mpigrad_version}"' in conda

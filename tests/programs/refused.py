@@ -390,15 +390,6 @@ def plain_grad_with_a_constant_on_one_rank(comm):
 
 
 @case
-def an_operation_more_before_the_backward_pass(comm):
-    def loss(x):
-        y = mg.allreduce(x, comm=comm)
-        return jnp.sum(mg.allreduce(3 * y, comm=comm) if rank == 0 else y)
-
-    mg.grad(loss)(x)
-
-
-@case
 def adjoint_message_left_out(comm):
     def f(y):
         if rank == 0:

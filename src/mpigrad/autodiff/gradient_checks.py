@@ -212,8 +212,8 @@ def _check_floats(comm: Communicator, what: str, tree: Any) -> None:
     dtypes = [jnp.result_type(leaf) for leaf in jax.tree.leaves(tree)]
     if not comm.mpi.allreduce(any(jnp.issubdtype(d, jnp.inexact) for d in dtypes)):
         raise ValueError(
-            f"dot_test: expected a float {what}, got {', '.join(map(str, dtypes)) or 'no array'}: "
-            "integers have no derivative. Pass floats, for example jnp.arange(3.0)."
+            f"dot_test: expected a float {what}, got {', '.join(map(str, dtypes)) or 'no array'}, "
+            "which has no derivative. Pass floats, for example jnp.arange(3.0)."
         )
 
 

@@ -57,9 +57,6 @@ class _Unknown(Exception):
 _DISAGREE = "the ranks do not agree"
 _PAIRS = "Let recvcounts[i] on rank j be sendcounts[j] on rank i, for every pair of ranks."
 _ORDER = "Call the same operations in the same order on every rank of the communicator."
-_BACKWARD = (
-    "One rank is in its backward pass and another is not, so one has called an operation more."
-)
 _OVER_ALL = (
     "over all ranks: with norm=mpigrad.rms_norm in an adaptive integrator or a solver, or with "
     "mpigrad.allreduce."
@@ -322,8 +319,6 @@ def _difference(x: Any, y: Any) -> str:
     """Return the remedy for two contracts that differ, or "" if they are equal."""
     if decode(x["operation"]) != decode(y["operation"]) or int(x["terms"]) != int(y["terms"]):
         return _ORDER
-    if (int(x["site"]) < 0) != (int(y["site"]) < 0):
-        return f"{_BACKWARD} {_ORDER}"
     for i in range(int(x["terms"])):
         if int(x["values"][i]) != int(y["values"][i]):
             return f"Pass the same {decode(x['names'][i])} on every rank."

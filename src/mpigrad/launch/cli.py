@@ -23,7 +23,7 @@ from mpigrad._version import __version__
 from mpigrad.launch import launcher
 from mpigrad.launch.applications import Application, application, application_names
 from mpigrad.launch.hosts import Host, place_ranks, read_hosts, slurm
-from mpigrad.runtime.world import MPIError, world_around
+from mpigrad.runtime.world import MPIError, check_system, world_around
 
 __all__ = [
     "LaunchOptions",
@@ -153,6 +153,7 @@ _STAND_INS = {"mpi4jax": "mpigrad.compat.mpi4jax"}
 def main() -> int:
     """Run the command in sys.argv and return its exit code."""
     try:
+        check_system()
         match sys.argv[1:]:
             case ["run", *rest]:
                 return _run(rest)

@@ -442,12 +442,15 @@ class _Job:
         process.wait()
 
 
-_prctl = ctypes.CDLL(None).prctl  # looked up before the fork, after which only the call is safe
+_prctl = getattr(
+    ctypes.CDLL(None), "prctl", None
+)  # looked up before the fork, after which only the call is safe
 
 
 def _end_with_parent() -> None:
     """Send SIGTERM to mpiexec if the launcher itself is killed (PR_SET_PDEATHSIG)."""
-    _prctl(1, int(signal.SIGTERM), 0, 0, 0)
+    if _prctl is not None:
+        _prctl(1, int(signal.SIGTERM), 0, 0, 0)
 
 
 def _report(status: int, bare_signals: bool, left: tuple[int, int] | None) -> int:

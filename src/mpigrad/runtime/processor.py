@@ -105,8 +105,8 @@ def check_processor() -> None:
 def built_variants(part: str) -> tuple[str, ...]:
     """Return the variants of a library of array loops that this installation has.
 
-    A wheel has all of them. A build from source has the one of the processor that built it, unless
-    MPIGRAD_VARIANTS named others (cmake/variants.cmake).
+    A wheel has those with AVX2. A build from source has the one of the processor that built it,
+    unless MPIGRAD_VARIANTS named others (cmake/variants.cmake).
 
     Parameters
     ----------
@@ -144,15 +144,16 @@ def variant_library(part: str) -> str:
     only = f"this installation has {part} for {' and '.join(built)} only"
     if os.environ.get("MPIGRAD_CPU"):
         raise ImportError(
-            f"mpigrad: MPIGRAD_CPU is {variant}, but {only}. Unset it, or build all variants with "
-            "`MPIGRAD_VARIANTS=all make setup` or `MPIGRAD_VARIANTS=all pip install .`"
+            f"mpigrad: MPIGRAD_CPU is {variant}, but {only}. Unset it, or build that "
+            f"one: `MPIGRAD_VARIANTS={variant} make setup` or `MPIGRAD_VARIANTS={variant} pip "
+            "install .`"
         )
     lower = [v for v in built if VARIANTS.index(v) < VARIANTS.index(variant)]
     if not lower:
         raise ImportError(
             f"mpigrad: this processor runs {variant} at most, but {only}. Build mpigrad on this "
-            "processor, or all variants with `MPIGRAD_VARIANTS=all make setup` or "
-            "`MPIGRAD_VARIANTS=all pip install .`"
+            f"processor, or with `MPIGRAD_VARIANTS={variant} make setup` or "
+            f"`MPIGRAD_VARIANTS={variant} pip install .`"
         )
     return f"mpigrad_{part}_{lower[-1]}"
 

@@ -19,6 +19,7 @@ from mpigrad.runtime.processor import native_path
 __all__ = [
     "MPIError",
     "World",
+    "check_system",
     "check_world",
     "forbid_child_import",
     "hide_launcher",
@@ -45,6 +46,15 @@ def is_command() -> bool:
     if "-m" in sys.orig_argv and (program.name == "-m" or program.parts[-2:] == _MAIN):
         return sys.orig_argv[sys.orig_argv.index("-m") + 1] == "mpigrad"  # python -m mpigrad
     return program.name == "mpigrad"
+
+
+def check_system() -> None:
+    """Raise an MPIError on another system than Linux."""
+    if sys.platform != "linux":
+        raise MPIError(
+            f"mpigrad: expected Linux, got {sys.platform}. Use a container or a virtual machine "
+            "with Linux (docs/installing.md says what is missing on macOS)."
+        )
 
 
 @dataclasses.dataclass(frozen=True)

@@ -73,6 +73,7 @@ def test_solution_is_scipys(comm, solver, empty):
     solution = mg.jit(lambda A, b: solve(A, b, solver))(system.matrix, system.b)
     close(solution.value, expected[system.mine], 1e-10)
     assert solution.result == Result.SUCCESSFUL
+    assert ", result=SUCCESSFUL (the solution is as accurate as" in repr(solution)
     assert 0 < solution.stats["relative_residual"] <= 1e-13
     assert 0 < solution.stats["num_steps"] < 100
 
