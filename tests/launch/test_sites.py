@@ -70,13 +70,14 @@ def test_recipes_need_what_the_package_needs() -> None:
     project = tomllib.loads((root / "pyproject.toml").read_text())
     conda = (root / "packaging/conda/recipe.yaml").read_text()
     spack = (root / "packaging/spack/spack_repo/mpigrad/packages/py_mpigrad/package.py").read_text()
-    run_time = conda.partition("\n  run:\n")[2].partition("\n\n")[0]
-    build = project["build-system"]["requires"]
     assert f'version: "{mpigrad_version}"' in conda
-    for requirement in (*build, *project["project"]["dependencies"]):
-        name, version = requirement.split(">=")
-        assert f"- {name} >={version}\n" in (conda if requirement in build else run_time + "\n")
-        assert f'"py-{name}@{version}:"' in spack
+    build, run_time = project["build-system"]["requires"], project["project"]["dependencies"]
+    for section, requirements in (("host", build), ("run", run_time)):
+        listed = conda.partition(f"\n  {section}:\n")[2].partition("\n\n")[0].partition(":\n")[0]
+        for requirement in requirements:
+            name, version = requirement.split(">=")
+            assert f"- {name} >={version}\n" in f"{listed}\n", section
+            assert f'"py-{name}@{version}:"' in spack
     assert "python@3.11:" in spack and project["project"]["requires-python"] == ">=3.11"
 
 
