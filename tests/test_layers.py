@@ -24,7 +24,7 @@ FLOORS = (
     ("autodiff", "compilation", "extend"),
     ("grid", "loops", "sharding"),
     ("checkpoint", "jobs", "sparse", "torch", "waves"),
-    ("fft", "io", "optimize", "training"),
+    ("fft", "io", "ode", "optimize", "training"),
     ("fem",),
     ("_start",),
     ("__init__",),
