@@ -34,7 +34,7 @@ from mpigrad.ode.methods import Kvaerno3, Method
 from mpigrad.ode.problem import Problem, Traced
 from mpigrad.ode.steps import INFO, require_success, run
 from mpigrad.solution import Solution
-from mpigrad.sparse import GMRES, Jacobi, LinearSolver, Matrix, Pattern, newton, sparse_jacobian
+from mpigrad.sparse import BiCGStab, Jacobi, LinearSolver, Matrix, Pattern, newton, sparse_jacobian
 
 __all__ = ["integrate"]
 
@@ -52,6 +52,7 @@ def integrate(
     solver: LinearSolver | None = None,
     rtol: float = 1e-3,
     atol: float = 1e-6,
+    linear_rtol: float = 1e-3,
     dt0: Any = None,
     adaptive: bool = True,
     mass: Any = None,
@@ -86,12 +87,15 @@ def integrate(
         columns are the entries of y in C order on each rank. Without it the linear systems are
         solved matrix-free.
     solver
-        The `LinearSolver` of the systems with M - h a df/dy. Its tolerance is that of derivatives.
-        The Newton steps of a stage need less, 1e-3. Default: GMRES with Jacobi's preconditioner, or
-        without one if there is no pattern.
+        The `LinearSolver` of the systems with M - h a df/dy. Its tolerance is that of the solves of
+        the derivatives. Default: BiCGStab with Jacobi's preconditioner,
+        or without one if there is no pattern.
     rtol, atol
         The tolerance of the error of one step: the root mean square over all ranks' entries of
         error / (atol + rtol |y|) is at most 1.
+    linear_rtol
+        The tolerance of the linear solves in the Newton steps of a stage. Lower it if the entries
+        of y have different scales and Newton's method does not converge.
     dt0
         The length of the first step. Default: estimated from f.
     adaptive
@@ -140,7 +144,8 @@ def integrate(
     """
     method = Kvaerno3() if method is None else method
     y0, ts = as_array(y0), as_array(ts)
-    _check(y0, ts, method, args, solver, rtol, atol, dt0, adaptive, mass, explicit, max_steps)
+    _check(y0, ts, method, args, solver, adaptive, mass, explicit)
+    _check_numbers(y0.dtype, rtol, atol, linear_rtol, dt0, adaptive, max_steps)
     ts = ts.astype(y0.dtype)
     flat = y0.reshape(-1)
     leaves, structure = jax.tree.flatten(args)
@@ -185,6 +190,7 @@ def integrate(
         bool(adaptive),
         float(rtol),
         float(atol),
+        float(linear_rtol),
         int(max_steps),
     )
     ys, info, *_ = integrate_p.bind(
@@ -213,8 +219,8 @@ def integrate(
 
 def _chosen(solver: LinearSolver | None, pattern: Pattern | None) -> LinearSolver:
     if pattern is None:
-        return (solver or GMRES()).for_function
-    return (solver or GMRES(preconditioner=Jacobi())).for_matrix
+        return (solver or BiCGStab()).for_function
+    return (solver or BiCGStab(preconditioner=Jacobi())).for_matrix
 
 
 def _mass(mass: Any, y0: Any, pattern: Pattern | None) -> tuple[Pattern | str, list[Any]]:
@@ -246,50 +252,61 @@ def _check_pattern(pattern: Pattern, y: Any) -> None:
         )
 
 
-def _check(
-    y0: Any, ts: Any, method: Any, args: Any, solver: Any, rtol: Any, atol: Any, dt0: Any,
-    adaptive: Any, mass: Any, explicit: Any, max_steps: Any,
-) -> None:  # fmt: skip
-    def fail(kind: type[Exception], text: str) -> None:
-        raise kind(f"ode.integrate: {text}")
+def _fail(kind: type[Exception], text: str) -> None:
+    raise kind(f"ode.integrate: {text}")
 
+
+def _check(
+    y0: Any, ts: Any, method: Any, args: Any, solver: Any, adaptive: Any, mass: Any, explicit: Any
+) -> None:
     if not jnp.issubdtype(y0.dtype, jnp.floating):
-        fail(TypeError, f"y0 must be real and floating-point, got {y0.dtype}. Convert it.")
+        _fail(TypeError, f"y0 must be real and floating-point, got {y0.dtype}. Convert it.")
     if ts.ndim != 1 or ts.shape[0] < 2:
-        fail(
+        _fail(
             ValueError,
             f"ts must have the shape (k,) with k of at least 2, got {ts.shape}. Give the first and "
             "the last time.",
         )
     if not isinstance(ts, Tracer) and not bool(np.all(np.diff(np.asarray(ts)) > 0)):
-        fail(ValueError, f"ts must increase, got {np.asarray(ts)}. To go back, integrate -f.")
+        _fail(ValueError, f"ts must increase, got {np.asarray(ts)}. To go back, integrate -f.")
     if not isinstance(method, Method):
-        fail(TypeError, f"method must be a Method, got {method!r}. Give ode.Kvaerno3().")
+        _fail(TypeError, f"method must be a Method, got {method!r}. Give ode.Kvaerno3().")
     if not isinstance(args, (tuple, list)):
         name = type(args).__name__
-        fail(TypeError, f"args must be a tuple or a list, got {name}. Write args=(parameter,).")
+        _fail(TypeError, f"args must be a tuple or a list, got {name}. Write args=(parameter,).")
     if solver is not None and not isinstance(solver, LinearSolver):
-        fail(TypeError, f"solver must be a LinearSolver, got {solver!r}. Give sparse.GMRES().")
-    smallest = 10 * float(jnp.finfo(y0.dtype).eps)
-    if not (smallest <= rtol < 1 and atol >= 0):
-        fail(
-            ValueError,
-            f"rtol must be from {smallest:.2g} (10 times the rounding error of {y0.dtype}) to 1, "
-            f"and atol not negative, got rtol={rtol}, atol={atol}. Loosen them, or compute in "
-            "float64.",
-        )
-    if not adaptive and dt0 is None:
-        fail(ValueError, "adaptive=False needs the length of the steps. Give dt0.")
+        _fail(TypeError, f"solver must be a LinearSolver, got {solver!r}. Give sparse.GMRES().")
     if explicit is not None and method.explicit is None:
-        fail(
+        _fail(
             ValueError,
             f"{type(method).__name__} has no explicit part. Give method=ode.KenCarp4(), for "
             "instance.",
         )
     if explicit is not None and mass is not None:
-        fail(ValueError, "got mass and explicit. Leave out one: put all slopes into f.")
+        _fail(
+            ValueError,
+            "expected mass or explicit, got both. Put all slopes into f, without explicit.",
+        )
+
+
+def _check_numbers(
+    dtype: Any, rtol: Any, atol: Any, linear_rtol: Any, dt0: Any, adaptive: Any, max_steps: Any
+) -> None:
+    smallest = 10 * float(jnp.finfo(dtype).eps)
+    if not (smallest <= rtol < 1 and atol >= 0):
+        _fail(
+            ValueError,
+            f"rtol must be from {smallest:.2g} (10 times the rounding error of {dtype}) to 1, and "
+            f"atol not negative, got rtol={rtol}, atol={atol}. Loosen them, or compute in float64.",
+        )
+    if not 0 < linear_rtol < 1:
+        _fail(ValueError, f"linear_rtol must lie between 0 and 1, got {linear_rtol}. Give 1e-3.")
+    if not adaptive and dt0 is None:
+        _fail(ValueError, "adaptive=False needs the length of the steps. Give dt0.")
+    if not (dt0 is None or isinstance(dt0, Tracer)) and float(dt0) <= 0:
+        _fail(ValueError, f"dt0 must be positive, got {dt0}. Leave it out to have it estimated.")
     if not 0 < max_steps < 2**31:
-        fail(ValueError, f"max_steps must be positive, got {max_steps}. Give 256, for instance.")
+        _fail(ValueError, f"max_steps must be positive, got {max_steps}. Give 256, for instance.")
 
 
 # ---- the primitive: (operands of the problem..., y0, ts, dt0, carrier) -> ys, info, record ----
@@ -323,11 +340,8 @@ def _differentiate(
     results = integrate_p.bind(*operands, **{**params, "record": True})
     ys, info, *record = results
     every, a = list(operands[:-1]), operands[-1]
-    varying = [
-        i
-        for i, p in enumerate(every[:-1])  # not dt0
-        if jnp.issubdtype(jnp.result_type(p), np.inexact)
-    ]
+    # All tangents of the linear program vary: JAX cannot transpose a scan in which one is constant.
+    varying = [i for i in range(len(every) - 1) if activity.operands[i]]  # not dt0
     link = a + opaque_zero(ys, CARRIER)  # active on every rank on which ys is
 
     def marched(link: Any, *values: Any) -> Any:
@@ -339,17 +353,12 @@ def _differentiate(
             return _march(problem, parameters, y0, ts, record)
 
     values = [every[i] for i in varying]
-    kinds = list(map(jax.typeof, values))
     _, derivative = jax.linearize(marched, link, *values)
     moved, constants = constants_as_operands(jax.make_jaxpr(derivative)(_LINK, *values))
 
     def tangent(constants: Any, tangents: Sequence[Any]) -> list[Any]:
-        *changes, _, ta = tangents
-        changes = [
-            jnp.zeros(kind.shape, kind.dtype) if changes[i] is None else changes[i]
-            for i, kind in zip(varying, kinds, strict=True)
-        ]
-        ta = jnp.zeros((), CARRIER.dtype) if ta is None else ta
+        changes, ta = [tangents[i] for i in varying], tangents[-1]
+        ta = opaque_zero(changes[0], CARRIER) if ta is None else ta
         return [eval_jaxpr(moved, (), *constants, ta, *changes)[0], *[None] * 5]
 
     if not params["record"]:
@@ -420,7 +429,9 @@ def _march(
     )
     if single:
         return jnp.stack([y0, y])
-    count = jnp.sum((lengths > 0)[None] & (intervals[None] <= jnp.arange(ts.shape[0] - 1)[:, None]), axis=1)
+    count = jnp.sum(
+        (lengths > 0)[None] & (intervals[None] <= jnp.arange(ts.shape[0] - 1)[:, None]), axis=1
+    )
     return jnp.concatenate([y0[None], states[jnp.maximum(count - 1, 0)]])
 
 

@@ -63,6 +63,7 @@ class Problem:
     adaptive: bool
     rtol: float
     atol: float
+    linear_rtol: float
     max_steps: int
 
     def _split(self, operands: Sequence[Any]) -> tuple[list[Any], ...]:

@@ -8,6 +8,7 @@ at the start of a step, and kept for the next steps while Newton's method conver
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -16,19 +17,22 @@ import jax.numpy as jnp
 import numpy as np
 
 from mpigrad.extend import mark_common_branch, two_norms
-from mpigrad.operations import require, rms_norm
 from mpigrad.ode.problem import Problem
+from mpigrad.operations import require, rms_norm
 from mpigrad.solution import Result
-from mpigrad.sparse import LinearSolver, solve
+from mpigrad.sparse import Matrix, solve
 
 __all__ = ["INFO", "Outcome", "require_success", "run"]
 
 RUNNING = -1
 INFO = 10  # the entries of Outcome.info
-_LINEAR_RTOL = 1e-3  # of a linear solve in a Newton step
 _STAGE_ERROR = 0.01  # of a stage, in parts of the tolerance
-_NEWTON_STEPS = 8
+_NEWTON_STEPS = {True: 8, False: 24}  # in adaptive steps a shorter step costs less than more
 _FAST = 0.05  # a rate of convergence at which the Jacobian is kept
+# The reason of a rejected step: a Result, or this and the Result of a linear solve.
+_LINEAR = 64
+# A shorter step may help a linear solve that ended so. All other ends are errors at once.
+_CURABLE = (Result.MAX_STEPS_REACHED, Result.BREAKDOWN, Result.STAGNATED, Result.INACCURATE)
 _SAFETY, _SMALLEST, _LARGEST = 0.9, 0.2, 10.0
 
 
@@ -98,12 +102,12 @@ def run(problem: Problem, operands: Sequence[Any], y0: Any, ts: Any, dt0: Any, r
     method, comm, dtype = problem.method, problem.comm, y0.dtype
     s, n = method.stages, y0.shape[0]
     tiny = 16 * float(jnp.finfo(dtype).eps)
-    solver = _loose(problem.solver)
+    solver = dataclasses.replace(problem.solver, rtol=problem.linear_rtol)  # type: ignore
     below, nodes = jnp.asarray(method.below_diagonal(), dtype), jnp.asarray(method.nodes(), dtype)
     guesses = jnp.asarray(method.predictors(), dtype)
     error_weights = jnp.asarray(method.error, dtype)
     explicit = None if problem.g is None else jnp.asarray(method.explicit_rows(), dtype)
-    integer = jnp.int32
+    integer, most = jnp.int32, _NEWTON_STEPS[problem.adaptive]
 
     def tolerance(*ys: Any) -> Any:
         size = jnp.abs(ys[0])
@@ -113,15 +117,13 @@ def run(problem: Problem, operands: Sequence[Any], y0: Any, ts: Any, dt0: Any, r
 
     def new_jacobian(t: Any, y: Any) -> tuple[Any, Any]:
         """Return the Jacobian's values, and whether they are wrong along a random vector."""
-        from mpigrad.sparse.solvers.krylov import noise
-
         values = problem.jacobian(t, y, operands)
         assert problem.pattern is not None
-        probe = noise(problem.pattern.offset, n, dtype, 2654435761)
+        probe = _noise(problem.pattern.offset, n, dtype)
         product = problem.along(t, y, operands)(probe)
-        from mpigrad.sparse import Matrix
-
-        defect, size = two_norms(Matrix(problem.pattern, values) @ probe - product, product, comm=comm)
+        defect, size = two_norms(
+            Matrix(problem.pattern, values) @ probe - product, product, comm=comm
+        )
         return values, defect > jnp.finfo(dtype).eps ** 0.5 * size
 
     def stages(state: _State, h: Any, A: Any) -> _Stages:
@@ -147,10 +149,12 @@ def run(problem: Problem, operands: Sequence[Any], y0: Any, ts: Any, dt0: Any, r
                 bound = jnp.where(rate < 1, rate / (1 - rate), jnp.inf) * size
                 done = (bound <= _STAGE_ERROR) | (size == 0)
                 counts = j.counts + jnp.stack([1, solution.stats["num_steps"]]).astype(integer)
-                late = (counts[0] - k.counts[0] >= _NEWTON_STEPS) | (~first & (rate >= 1))
+                late = (counts[0] - k.counts[0] >= most) | (~first & (rate >= 1))
                 cause = jnp.where(~done & late, Result.STAGNATED, RUNNING)
-                cause = jnp.where(solution.result != 0, Result.LINEAR_SOLVE_FAILED, cause)
                 cause = jnp.where(jnp.isfinite(size), cause, Result.NOT_FINITE)
+                linear = solution.result
+                failed = (linear != Result.SUCCESSFUL) & (linear != Result.NOT_FINITE)
+                cause = jnp.where(failed, _LINEAR + linear, cause)
                 good = done & (cause == RUNNING)
                 cause = jnp.where(good, Result.SUCCESSFUL, cause)
                 return _Newton(y, size, rate, counts, good, cause.astype(integer))
@@ -212,7 +216,7 @@ def run(problem: Problem, operands: Sequence[Any], y0: Any, ts: Any, dt0: Any, r
                 jnp.where(state.keep, old, new)
                 for old, new in zip(state.at, (state.t, state.y), strict=True)
             )
-            along = problem.along(*at, operands)
+            along = problem.along(at[0], at[1], operands)
         else:
             jacobian, wrong = jax.lax.cond(
                 state.keep,
@@ -237,25 +241,17 @@ def run(problem: Problem, operands: Sequence[Any], y0: Any, ts: Any, dt0: Any, r
         finite = jnp.isfinite(error)
         accept = found & finite & ((error <= 1) | (not problem.adaptive))
 
-        # The next step.
-        order = method.error_order
-        grown = _SAFETY * jnp.maximum(error, 1e-12) ** (-1.0 / order)
-        factor = jnp.clip(grown, _SMALLEST, jnp.where(accept, _LARGEST, _SAFETY))
-        retry = ~found & ~(state.fresh | ~state.keep)  # with a new Jacobian
-        factor = jnp.where(found & finite, factor, jnp.where(retry, 1.0, 0.25))
-        next_h = h * factor
-        next_h = jnp.where(accept & last, jnp.maximum(next_h, state.h), next_h)
-        if not problem.adaptive:
-            next_h = jnp.where(accept, state.h, jnp.where(retry, state.h, 0.0))
-        cause = jnp.where(found, jnp.where(finite, Result.MAX_STEPS_REACHED, Result.NOT_FINITE), k.cause)
+        is_new = ~state.keep | state.fresh  # the Jacobian is that of t and y
+        next_h = _next_step(problem, state.h, h, last, error, found, finite, accept, is_new)
+        cause = jnp.where(
+            found, jnp.where(finite, Result.MAX_STEPS_REACHED, Result.NOT_FINITE), k.cause
+        )
         cause = jnp.where(accept, state.cause, cause).astype(integer)
 
         t = jnp.where(accept, jnp.where(last, end, state.t + h), state.t)
         hit = accept & last
         slot = state.counts[0]
-        ys = state.ys.at[state.interval + 1].set(
-            jnp.where(hit, y, state.ys[state.interval + 1])
-        )
+        ys = state.ys.at[state.interval + 1].set(jnp.where(hit, y, state.ys[state.interval + 1]))
         saved = state.record
         if record:
             width = end - begin
@@ -269,13 +265,25 @@ def run(problem: Problem, operands: Sequence[Any], y0: Any, ts: Any, dt0: Any, r
             fresh_slope = problem.slope(t, y, operands)
         interval = state.interval + hit
         change = jnp.stack(
-            [accept, ~accept, k.counts[0] - state.counts[2], k.counts[1] - state.counts[3] + linear, ~state.keep]
+            [
+                accept,
+                ~accept,
+                k.counts[0] - state.counts[2],
+                k.counts[1] - state.counts[3] + linear,
+                ~state.keep,
+            ]
         )
         counts = state.counts + change.astype(integer)
         complete = interval == ts.shape[0] - 1
-        result = jnp.where(counts[0] + counts[1] >= problem.max_steps, Result.MAX_STEPS_REACHED, RUNNING)
+        result = jnp.where(
+            counts[0] + counts[1] >= problem.max_steps, Result.MAX_STEPS_REACHED, RUNNING
+        )
         small = ~complete & (next_h < tiny * jnp.maximum(jnp.abs(t), jnp.abs(ts[-1] - ts[0])))
         result = jnp.where(small, Result.STEP_TOO_SMALL, result)
+        curable = (k.cause < _LINEAR) | functools.reduce(
+            jnp.logical_or, [k.cause == _LINEAR + reason for reason in _CURABLE]
+        )
+        result = jnp.where(curable, result, Result.LINEAR_SOLVE_FAILED)
         result = jnp.where(wrong, Result.WRONG_JACOBIAN, result)
         result = jnp.where(complete, Result.SUCCESSFUL, result).astype(integer)
         return _State(
@@ -286,8 +294,8 @@ def run(problem: Problem, operands: Sequence[Any], y0: Any, ts: Any, dt0: Any, r
             next_h.astype(dtype),
             jacobian,
             at,
-            ~accept & (~state.keep | state.fresh),
-            jnp.where(accept, k.worst <= _FAST, found | (~state.keep | state.fresh)),
+            ~accept & is_new,
+            jnp.where(accept, k.worst <= _FAST, found | is_new),
             k.rate,
             counts,
             error,
@@ -317,9 +325,31 @@ def run(problem: Problem, operands: Sequence[Any], y0: Any, ts: Any, dt0: Any, r
     return Outcome(end.ys, jnp.stack([jnp.asarray(v).astype(dtype) for v in info]), end.record)
 
 
-def _loose(solver: LinearSolver) -> LinearSolver:
-    """Return the solver with a tolerance that is enough in Newton's method."""
-    return dataclasses.replace(solver, rtol=max(solver.rtol, _LINEAR_RTOL))  # type: ignore
+def _next_step(
+    problem: Problem, planned: Any, h: Any, last: Any, error: Any, found: Any, finite: Any,
+    accept: Any, is_new: Any,
+) -> Any:  # fmt: skip
+    """Return the length of the next step, after one of length h.
+
+    It is that of diffrax's `PIDController`. A step whose stages were not found is shorter by a
+    factor of four, or the same step is taken with a new Jacobian.
+    """
+    grown = _SAFETY * jnp.maximum(error, 1e-12) ** (-1.0 / problem.method.error_order)
+    factor = jnp.clip(grown, _SMALLEST, jnp.where(accept, _LARGEST, _SAFETY))
+    again = ~found & ~is_new
+    if not problem.adaptive:
+        return jnp.where(accept | again, planned, 0.0)
+    after = h * jnp.where(found & finite, factor, jnp.where(again, 1.0, 0.25))
+    # The last step before an output time may have been much shorter than planned.
+    return jnp.where(accept & last, jnp.maximum(after, planned), after)
+
+
+def _noise(first: int, n: int, dtype: Any) -> jax.Array:
+    """Return a vector between -1 and 1 that does not depend on the number of ranks."""
+    k = jnp.arange(n, dtype="uint32") + np.uint32(first % 2**32)
+    k = (k ^ (k >> 15)) * np.uint32(2654435761)
+    k = (k ^ (k >> 13)) * np.uint32(2246822519)
+    return ((k ^ (k >> 16)).astype("int32") / 2**31).astype(dtype)
 
 
 def _first_step(
@@ -346,7 +376,7 @@ def _first_step(
 
 def require_success(info: Any, head: str, problem: Problem) -> None:
     """Raise on every rank, with time, reason and a remedy, unless `info` holds a success."""
-    result, cause, t, h, steps, rejected, *_, error = info
+    result, cause, t, h, steps, rejected, *_ = info
     comm = problem.comm
     require(
         result != Result.NOT_FINITE,
@@ -363,24 +393,41 @@ def require_success(info: Any, head: str, problem: Problem) -> None:
         comm=comm,
     )
     when = "after {} steps and {} rejected ones, at t = {}"
-    for reason, text in (
-        (Result.NOT_FINITE, "f or its solution became NaN or infinite. Look for a division by zero or an overflow in f."),
-        (Result.STAGNATED, "Newton's method did not converge in a stage. Check that f is smooth."),
-        (Result.LINEAR_SOLVE_FAILED, f"a linear solve in a stage failed. Take another solver than {problem.solver!r}, or raise its max_steps."),
-        (Result.MAX_STEPS_REACHED, f"the error was above the tolerance. Loosen rtol={problem.rtol:.3g} and atol={problem.atol:.3g}, or check that f is smooth."),
-    ):  # fmt: skip
-        kind = "the step became too small" if problem.adaptive else "a step failed"
-        require(
-            ~((result == Result.STEP_TOO_SMALL) & (cause == reason)),
-            f"{head}{kind} {when}: {text} integrate(..., throw=False) returns what was computed.",
-            steps, rejected, t,
-            comm=comm,
-        )  # fmt: skip
+    rest = "integrate(..., throw=False) returns what was computed."
+    small = {True: Result.STEP_TOO_SMALL.message, False: "a step failed"}[problem.adaptive]
+    late = "max_steps steps were taken"
+    tolerances = f"rtol={problem.rtol:.3g} and atol={problem.atol:.3g}"
+    reasons = {
+        Result.NOT_FINITE: "a stage became NaN or infinite. Look for a division by zero or an "
+        "overflow in f.",
+        Result.STAGNATED: "Newton's method did not converge in a stage. Check that f is smooth, or "
+        f"lower linear_rtol={problem.linear_rtol:.3g}.",
+        Result.MAX_STEPS_REACHED: "the error of the last rejected step was above the tolerance. "
+        f"Loosen {tolerances}, or check that f is smooth.",
+    }
+    for reason in Result:
+        solver = f"a linear solve by {problem.solver!r} ended with {reason.name} ({reason.message})"
+        reasons[_LINEAR + reason] = f"{solver}. Take another solver."  # type: ignore
+    for reason, text in reasons.items():
+        for failure, kind in (
+            (Result.LINEAR_SOLVE_FAILED, "a step failed"), (Result.STEP_TOO_SMALL, small),
+        ):  # fmt: skip
+            if failure == Result.STEP_TOO_SMALL or reason > _LINEAR:
+                require(
+                    ~((result == failure) & (cause == reason)),
+                    f"{head}{kind} {when}: {text} {rest}",
+                    steps,
+                    rejected,
+                    t,
+                    comm=comm,
+                )
     require(
         result == Result.SUCCESSFUL,
-        f"{head}{Result.MAX_STEPS_REACHED.message.split(' before')[0]} {when}, before the last "
-        f"output time, with steps of {{}}. Raise max_steps={problem.max_steps}, or loosen "
-        f"rtol={problem.rtol:.3g} and atol={problem.atol:.3g}.",
-        steps, rejected, t, h,
+        f"{head}{late} {when}, before the last output time, with steps of {{}}. Raise "
+        f"max_steps={problem.max_steps}, or loosen {tolerances}. {rest}",
+        steps,
+        rejected,
+        t,
+        h,
         comm=comm,
-    )  # fmt: skip
+    )
