@@ -64,7 +64,7 @@ class GrayScott:
         ny, nx = self.shape
         return self.local.array_r.reshape(ny + 2, nx + 2, 2)
 
-    def ifunction(self, ts, t, U, Udot, F) -> None:  # noqa: ANN001
+    def ifunction(self, ts, t, U, Udot, F) -> None:
         p = self.fields(U)
         c = p[1:-1, 1:-1]
         lap = p[2:, 1:-1] + p[:-2, 1:-1] + p[1:-1, 2:] + p[1:-1, :-2] - 4 * c
@@ -86,7 +86,7 @@ class GrayScott:
         self.indptr = np.arange(0, columns.size + 1, 6, dtype=np.int32)
         self.columns = columns.reshape(-1).astype(np.int32)
 
-    def ijacobian(self, ts, t, U, Udot, a, J, P) -> bool:  # noqa: ANN001
+    def ijacobian(self, ts, t, U, Udot, a, J, P) -> bool:
         w = U.array_r.reshape(*self.shape, 2)
         u, v = w[..., 0], w[..., 1]
         k = 1 / self.h**2
@@ -113,7 +113,7 @@ def main() -> None:
     model = GrayScott(a.cells)
     times = {"forward": [], "gradient": []}
     for _ in range(a.repeats):
-        for what in times:
+        for what, seconds in times.items():
             ts = PETSc.TS().create()
             ts.setDM(model.da)
             ts.setProblemType(PETSc.TS.ProblemType.NONLINEAR)
@@ -146,7 +146,7 @@ def main() -> None:
                 ts.setCostGradients([lam], None)
                 ts.adjointSolve()
             PETSc.COMM_WORLD.barrier()
-            times[what].append(time.perf_counter() - start)
+            seconds.append(time.perf_counter() - start)
             stats = {
                 "steps": ts.getStepNumber(), "rejected": ts.getStepRejections(),
                 "newton": ts.getSNESIterations(), "linear": ts.getKSPIterations(),

@@ -64,9 +64,10 @@ def integrate(
     """Integrate M dy/dt = f(t, y, *args) by an implicit method with error control (collective).
 
     All ranks take the same steps. Differentiable in y0, ts, args and all that f closes over, in
-    forward and reverse mode and to any order. The derivative is that of the accepted steps, with
-    their lengths held in proportion to the intervals between output times (Hager 2000). Its
-    adjoint takes the steps back, with one solve with the transposed matrix for each stage.
+    forward and reverse mode and to any order. The derivative is that of the accepted steps (the
+    discrete adjoint; Hager, Numerische Mathematik 87, 2000), with their lengths held in proportion
+    to the intervals between output times. The adjoint takes the steps back, with one solve with the
+    transposed matrix for each stage.
 
     Parameters
     ----------
@@ -111,7 +112,7 @@ def integrate(
         steps.
     throw
         Raise an error on every rank if the integration fails. With `throw=False`, look at
-        `Solution.result`: states after the failure are NaN.
+        `Solution.result`: states after the failure are NaN, and their derivatives are zero.
     comm
         The communicator over whose ranks y is distributed. Default: that of the pattern, else the
         default communicator.
@@ -186,7 +187,7 @@ def integrate(
         pattern,
         resolve(comm),
         method,
-        _chosen(solver, pattern),
+        _chosen(solver, pattern, y0.dtype),
         bool(adaptive),
         float(rtol),
         float(atol),
@@ -217,10 +218,11 @@ def integrate(
     )
 
 
-def _chosen(solver: LinearSolver | None, pattern: Pattern | None) -> LinearSolver:
+def _chosen(solver: LinearSolver | None, pattern: Pattern | None, dtype: Any) -> LinearSolver:
+    rtol = 1e-8 if dtype == np.float64 else 1e-5
     if pattern is None:
-        return (solver or BiCGStab()).for_function
-    return (solver or BiCGStab(preconditioner=Jacobi())).for_matrix
+        return (solver or BiCGStab(rtol=rtol)).for_function
+    return (solver or BiCGStab(rtol=rtol, preconditioner=Jacobi())).for_matrix
 
 
 def _mass(mass: Any, y0: Any, pattern: Pattern | None) -> tuple[Pattern | str, list[Any]]:
@@ -267,7 +269,7 @@ def _check(
             f"ts must have the shape (k,) with k of at least 2, got {ts.shape}. Give the first and "
             "the last time.",
         )
-    if not isinstance(ts, Tracer) and not bool(np.all(np.diff(np.asarray(ts)) > 0)):
+    if not isinstance(ts, Tracer) and not bool(np.all(np.diff(np.asarray(ts, float)) > 0)):
         _fail(ValueError, f"ts must increase, got {np.asarray(ts)}. To go back, integrate -f.")
     if not isinstance(method, Method):
         _fail(TypeError, f"method must be a Method, got {method!r}. Give ode.Kvaerno3().")
@@ -350,7 +352,8 @@ def _differentiate(
             changed[i] = value
         *parameters, y0, ts, _ = changed
         with set_carrier(link):
-            return _march(problem, parameters, y0, ts, record)
+            states = _march(problem, parameters, y0, ts, record)
+        return jnp.where((info[2] >= ts)[:, None], states, jnp.nan)  # as ys: no derivative
 
     values = [every[i] for i in varying]
     _, derivative = jax.linearize(marched, link, *values)
