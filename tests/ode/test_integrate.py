@@ -109,13 +109,29 @@ def test_value_and_gradient_are_those_of_one_rank(comm, way):
     assert end.result == Result.SUCCESSFUL
 
 
-@pytest.mark.long("the Taylor test of a gradient, and a second derivative against differences")
-def test_taylor_and_hessian_vector_product(comm):
+def fixed_steps(comm):
+    """Return the model, and the loss after five steps of one length with tight solves."""
     model = Brusselator(comm)
-    options = {**ways(model)["pattern"], "adaptive": False, "dt0": 0.1, "rtol": 1e-9, "atol": 1e-12}
-    share = model.loss(options)
+    options = ways(model)["pattern"]
+    return model, model.loss(
+        {**options, "adaptive": False, "dt0": 0.1, "rtol": 1e-9, "atol": 1e-12, "max_steps": 8}
+    )
+
+
+@pytest.mark.long("the gradient of an adaptive loop; test_newton is the shorter twin")
+def test_taylor(comm):
+    model, share = fixed_steps(comm)
     start = model.tile(START)
-    mg.taylor_test(lambda rates: share(start, rates)[0], RATES, replicated=True, comm=comm)
+    mg.taylor_test(
+        lambda rates: share(start, rates)[0], RATES, replicated=True, comm=comm, halvings=2
+    )
+
+
+@pytest.mark.full("the gradient is differentiated; test_newton does that for one stage")
+@pytest.mark.long("the gradient is differentiated")
+def test_taylor_in_the_state_and_hessian_vector_product(comm):
+    model, share = fixed_steps(comm)
+    start = model.tile(START)
     mg.taylor_test(lambda w: share(w, RATES)[0], start, comm=comm, step=1e-3, halvings=2)
 
     gradient = mg.grad(lambda r: share(start, r)[0], replicated=0, comm=comm)
@@ -127,6 +143,7 @@ def test_taylor_and_hessian_vector_product(comm):
 
 
 @pytest.mark.ranks(1)
+@pytest.mark.full("takes long; the gradient is that of one rank above")
 @pytest.mark.long("the adaptive loop, its derivative and its adjoint")
 def test_derivative_in_forward_mode_is_that_in_reverse_mode():
     f = lambda t, y, k: -k * (y - jnp.cos(t)) * y
@@ -243,7 +260,7 @@ def failing(comm, bad_rank, f=decay, **options):
     return str(caught.value)
 
 
-@pytest.mark.long("three programs that fail")
+@pytest.mark.long("two programs that fail")
 def test_failure_on_one_rank_ends_all_with_time_and_reason(comm):
     last = comm.size - 1
     blow_up = lambda t, y, k: jnp.where(k > 1, y * jnp.sqrt(0.3 - t), -y)
@@ -251,9 +268,6 @@ def test_failure_on_one_rank_ends_all_with_time_and_reason(comm):
     assert "a time step became too small after" in text
     assert "t = 0.2" in text or "t = 0.3" in text
     assert "NaN or infinite" in text
-    assert "in f at the first state, t = 0" in failing(
-        comm, last, lambda t, y, k: jnp.where(k > 1, jnp.nan, y)
-    )
     turning = lambda t, y, k: jnp.array([[-5.0, 4.0], [-4.0, -5.0]]) @ y
     text = failing(comm, last, turning, solver=sparse.PCG(), dt0=0.5)
     assert "a step failed after 0 steps and 1 rejected ones, at t = 0: a linear solve by" in text
@@ -275,6 +289,8 @@ def test_states_before_a_failure_are_returned():
     close(end.value[:3], np.exp(-np.array([[0.0], [0.5], [1.0]])) * np.ones(2), 1e-3)
     assert np.isnan(end.value[3]).all()
     assert 1.0 < end.stats["time"] < 1.2001
+    with pytest.raises(jax.errors.JaxRuntimeError, match="in f at the first state, t = 0"):
+        ode.integrate(lambda t, y: y * jnp.nan, np.ones(2), np.array([0.0, 1.0]))
 
 
 @pytest.mark.ranks(1)
