@@ -16,6 +16,7 @@ LONG = {
     "born": "tests/grid/test_apply_stencil.py and test_loops.py",
     "drum": "tests/sparse/matrix/test_ghost_exchange.py",
     "echoes": "tests/waves/acoustic",
+    "gray_scott": "tests/ode",
     "hyperelastic_block": "tests/fem/test_laws.py and test_fem_derivatives.py",
     "learned_law": "tests/fem/test_laws.py and test_fem_derivatives.py",
     "lynx_hare": "tests/jobs and tests/applications/population",

@@ -24,7 +24,7 @@ FLOORS = (
     ("autodiff", "compilation", "extend"),
     ("grid", "loops", "sharding"),
     ("checkpoint", "jobs", "sparse", "torch", "waves"),
-    ("fft", "io", "optimize", "training"),
+    ("fft", "io", "ode", "optimize", "training"),
     ("fem",),
     ("_start",),
     ("__init__",),
@@ -179,8 +179,11 @@ def test_the_architecture_page_names_every_room() -> None:
 
 
 def test_the_house_does_not_grow() -> None:
-    """What a reader has to look through: files, and modules at the top."""
-    assert len([m for m in modules() if m.startswith("mpigrad.")]) <= 199
+    """What a reader has to look through: files, and modules at the top.
+
+    199 files, and six of steps in time, which replace nothing (decision 0115).
+    """
+    assert len([m for m in modules() if m.startswith("mpigrad.")]) <= 205
     assert len(list((SOURCES / "mpigrad").glob("*.py"))) <= 10
 
 

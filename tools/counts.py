@@ -14,7 +14,19 @@ import sys
 
 RULES = re.compile(r"\bPrimitive\(|primitive_(jvps|transposes|batchers)|\.register_lowering\(")
 ABOVE = {  # the rooms that import doors only (tests/test_layers.py)
-    *("grid", "loops", "sharding", "checkpoint", "jobs", "sparse", "torch", "waves", "fft", "io"),
+    *(
+        "grid",
+        "loops",
+        "sharding",
+        "checkpoint",
+        "jobs",
+        "sparse",
+        "torch",
+        "waves",
+        "fft",
+        "io",
+        "ode",
+    ),
     *("optimize", "training", "fem", "compat"),
 }
 

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from mpigrad import io as io
     from mpigrad import jobs as jobs
     from mpigrad import loops as loops
+    from mpigrad import ode as ode
     from mpigrad import optimize as optimize
     from mpigrad import sparse as sparse
     from mpigrad import torch as torch
@@ -125,6 +126,7 @@ _NAMES = {
     "loops": "",
     "max_norm": "operations.norms",
     "neighbor_alltoallv": "operations.v_collectives",
+    "ode": "",
     "one_sided": "operations.one_sided",
     "optimize": "",
     "rank_test": "autodiff.gradient_checks",

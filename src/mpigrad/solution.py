@@ -69,12 +69,13 @@ class Result(enum.IntEnum):
     TOO_LARGE = 17, "the solution is too large for its dtype"
     INCONSISTENT = 18, "the right-hand side is not in the range of the singular matrix"
     WRONG_NULLSPACE = 19, "the given vectors are not a null space of the matrix"
+    STEP_TOO_SMALL = 20, "a time step became too small"
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, repr=False)
 class Solution:
-    """The return value of `sparse.solve`, `sparse.newton` and `optimize.minimize`.
+    """The return value of `sparse.solve`, `sparse.newton`, `ode.integrate`, `optimize.minimize`.
 
     Attributes
     ----------

@@ -6,6 +6,7 @@ from mpigrad.sparse.matrix.ghost_exchange import GhostExchange
 from mpigrad.sparse.matrix.matrix import Matrix
 from mpigrad.sparse.matrix.pattern import Pattern, local_range
 from mpigrad.sparse.nonlinear.newton import newton
+from mpigrad.sparse.nonlinear.pattern_search import find_pattern
 from mpigrad.sparse.nonlinear.sparse_jacobian import sparse_jacobian
 from mpigrad.sparse.solvers.guesses import Guesses, pass_guesses
 from mpigrad.sparse.solvers.krylov import LinearSystem
@@ -53,6 +54,7 @@ __all__ = [
     "Solution",
     "Stencil",
     "default_solver",
+    "find_pattern",
     "hypre_available",
     "hypre_version",
     "local_range",

@@ -65,6 +65,8 @@ class Pattern:
         The number of entries that this rank has given.
     stencil
         The `Stencil` of a pattern made by `from_stencil`, else None.
+    colours
+        The colours of this rank's columns for `sparse_jacobian`, or None if they are not known.
     assembly
         The map from given to stored values, or None if they are the same.
     rows, columns
@@ -101,6 +103,7 @@ class Pattern:
     ) -> None:
         self.comm = resolve(comm)
         self.stencil: Stencil | None = None
+        self.colours: np.ndarray | None = None
         self.assembly: Assembly | ElementAssembly | Stencil | None = None
         error: Exception | None = None
         i, j = np.zeros(0, np.int64), np.zeros(0, np.int64)

@@ -95,7 +95,8 @@ def newton(
         systems are solved matrix-free, with derivatives of F along vectors.
     rtol, atol
         Stop when |F(x)| <= max(atol, rtol |F(x0)|), in the two-norm over all ranks. Give `atol`
-        if x0 may be a solution already.
+        if x0 may be a solution already. With `atol=jnp.inf` x0 is taken as the solution without a
+        step: that gives a solution found by other means its derivative.
     max_steps
         The largest number of Newton steps.
     nullspace
@@ -314,6 +315,8 @@ def _run(
     site: int,
 ) -> Any:
     *parameters, x0, null, _ = operands
+    if np.isinf(atol):
+        return x0, jnp.zeros(INFO, x0.dtype)
     with without_carriers():  # differentiation has happened: these messages carry values only
         end = iterate(problem, parameters, x0, null, rtol, atol, max_steps, project)
         info = summary(end)

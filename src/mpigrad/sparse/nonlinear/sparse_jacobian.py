@@ -117,13 +117,13 @@ _cache: weakref.WeakKeyDictionary[Pattern, Colouring] = weakref.WeakKeyDictionar
 def colouring(pattern: Pattern) -> Colouring:
     """Return the colouring of a pattern (collective at the first call).
 
-    A stencil's cells are coloured by a linear function of their coordinates, with few colours. The
+    A pattern of a grid is coloured by a linear function of the coordinates, with few colours. The
     columns of any other pattern are coloured by the rounds of Jones & Plassmann (SIAM J. Sci.
     Comput. 14, 1993) and then once more, colour by colour, which saves some (Culberson 1992). Both
     give the same colours on any number of ranks.
     """
     if pattern not in _cache:
-        colours = _of_stencil(pattern)
+        colours = _of_stencil(pattern) if pattern.colours is None else pattern.colours
         result = None if colours is None else _checked(pattern, colours)
         if result is None:
             result = _checked(pattern, _of_graph(pattern))
@@ -138,7 +138,9 @@ def _checked(pattern: Pattern, colours: np.ndarray) -> Colouring | None:
     all_colours = np.concatenate([colours, _exchange(ghosts, colours)])
     count = max(comm.mpi.allgather(int(colours.max(initial=-1)))) + 1
     by_row = all_colours[pool_positions(pattern)]
-    wrong = len(np.unique(pattern.rows * count + by_row)) < pattern.nnz
+    once = np.zeros(pattern.n_local * count, bool)
+    once[pattern.rows * count + by_row] = True
+    wrong = np.count_nonzero(once) < pattern.nnz
     if comm.mpi.allreduce(int(wrong)):
         return None
     rows, entries = np.empty(pattern.nnz, np.int64), np.empty(pattern.nnz, np.int64)

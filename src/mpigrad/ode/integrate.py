@@ -1,0 +1,456 @@
+"""Initial value problems in time, with the exact derivatives of their steps.
+
+One primitive takes the steps. Its derivative is that of a second program, which takes the recorded
+steps again, of the same lengths and with known stages, by operations that are differentiable.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer, eval_jaxpr
+
+from mpigrad import loops
+from mpigrad.communicator import Communicator, resolve
+from mpigrad.extend import (
+    CARRIER,
+    Activity,
+    as_array,
+    call_site,
+    carrier,
+    constants_as_operands,
+    describe,
+    mark_common_branch,
+    opaque_zero,
+    primitive,
+    set_carrier,
+    without_carriers,
+)
+from mpigrad.ode.methods import Kvaerno3, Method
+from mpigrad.ode.problem import Problem, Traced
+from mpigrad.ode.steps import INFO, require_success, run
+from mpigrad.solution import Solution
+from mpigrad.sparse import BiCGStab, Jacobi, LinearSolver, Matrix, Pattern, newton, sparse_jacobian
+
+__all__ = ["integrate"]
+
+_LINK = np.float32(0)
+
+
+def integrate(
+    f: Callable[..., Any],
+    y0: Any,
+    ts: Any,
+    args: tuple[Any, ...] | list[Any] = (),
+    method: Method | None = None,
+    *,
+    pattern: Pattern | None = None,
+    solver: LinearSolver | None = None,
+    rtol: float = 1e-3,
+    atol: float = 1e-6,
+    linear_rtol: float = 1e-3,
+    dt0: Any = None,
+    adaptive: bool = True,
+    mass: Any = None,
+    explicit: Callable[..., Any] | None = None,
+    max_steps: int = 256,
+    throw: bool = True,
+    comm: Communicator | None = None,
+) -> Solution:
+    """Integrate M dy/dt = f(t, y, *args) by an implicit method with error control (collective).
+
+    All ranks take the same steps. Differentiable in y0, ts, args and all that f closes over, in
+    forward and reverse mode and to any order. The derivative is that of the accepted steps (the
+    discrete adjoint; Hager, Numerische Mathematik 87, 2000), with their lengths held in proportion
+    to the intervals between output times. The adjoint takes the steps back, with one solve with the
+    transposed matrix for each stage.
+
+    Parameters
+    ----------
+    f
+        The slope f(t, y, *args) of this rank's part of y. It returns an array like y, and may
+        exchange messages.
+    y0
+        The first state: this rank's part, a real array of any shape.
+    ts
+        The output times, increasing, the same on all ranks, shape (k,) with k >= 2. Steps end at
+        each of them.
+    args
+        The parameters of f, a tuple or a list: arrays, or pytrees of arrays.
+    method
+        `Kvaerno3()`, the default, or another `Method`.
+    pattern
+        The pattern of df/dy, with all diagonal entries: see `sparse.find_pattern`. Its rows and
+        columns are the entries of y in C order on each rank. Without it the linear systems are
+        solved matrix-free.
+    solver
+        The `LinearSolver` of the systems with M - h a df/dy. Its tolerance is that of the solves of
+        the derivatives. Default: BiCGStab with Jacobi's preconditioner,
+        or without one if there is no pattern.
+    rtol, atol
+        The tolerance of the error of one step: the root mean square over all ranks' entries of
+        error / (atol + rtol |y|) is at most 1.
+    linear_rtol
+        The tolerance of the linear solves in the Newton steps of a stage. Lower it if the entries
+        of y have different scales and Newton's method does not converge.
+    dt0
+        The length of the first step. Default: estimated from f.
+    adaptive
+        False: all steps have the length dt0, but for the last one before each output time.
+    mass
+        M: None for the identity, an array like y0 for a diagonal matrix, or a `Matrix`. Zero rows
+        are algebraic equations (index 1), which y0 must satisfy.
+    explicit
+        A second slope g(t, y, *args), for M dy/dt = f + g, which is not stiff and is treated
+        explicitly. It needs a `KenCarp` method, and no `mass`.
+    max_steps
+        The largest number of steps, with the rejected ones. Derivatives store the stages of so many
+        steps.
+    throw
+        Raise an error on every rank if the integration fails. With `throw=False`, look at
+        `Solution.result`: states after the failure are NaN, and their derivatives are zero.
+    comm
+        The communicator over whose ranks y is distributed. Default: that of the pattern, else the
+        default communicator.
+
+    Returns
+    -------
+    A `Solution`: `value` has the states at `ts`, shape (k, *y0.shape). `stats`, the same on all
+    ranks, has `num_steps`, `num_rejected`, `num_newton_steps`, `num_linear_steps`, `num_jacobians`,
+    and the `time` that was reached.
+
+    Raises
+    ------
+    TypeError, ValueError
+        If the shapes, dtypes or settings do not fit together.
+    jax.errors.JaxRuntimeError
+        On all ranks, if the integration fails and `throw` is true: it names time, step and reason.
+
+    Examples
+    --------
+    >>> import jax.numpy as jnp
+    >>> import mpigrad as mg
+    >>> from mpigrad import ode
+    >>> def relax(t, y, k):
+    ...     return -k * (y - jnp.cos(t))
+    >>> def end(k):
+    ...     return ode.integrate(relax, jnp.zeros(2), jnp.array([0.0, 1.0]), (k,)).value[-1]
+    >>> value, slope = mg.jvp(end, (50.0,), (1.0,))
+    >>> bool(jnp.allclose(value, 0.557, atol=1e-3)), bool(jnp.all(jnp.abs(slope) < 1e-3))
+    (True, True)
+    """
+    method = Kvaerno3() if method is None else method
+    y0, ts = as_array(y0), as_array(ts)
+    _check(y0, ts, method, args, solver, adaptive, mass, explicit)
+    _check_numbers(y0.dtype, rtol, atol, linear_rtol, dt0, adaptive, max_steps)
+    ts = ts.astype(y0.dtype)
+    flat = y0.reshape(-1)
+    leaves, structure = jax.tree.flatten(args)
+    leaves = [as_array(leaf) for leaf in leaves]
+
+    def flatten(slope: Callable[..., Any], name: str) -> Callable[..., Any]:
+        def flattened(t: Any, y: Any, *leaves: Any) -> Any:
+            k = as_array(slope(t, y.reshape(y0.shape), *jax.tree.unflatten(structure, leaves)))
+            if k.shape != y0.shape or k.dtype != y0.dtype:
+                raise ValueError(
+                    f"ode.integrate: {name} must return an array like y, {y0.dtype}"
+                    f"{list(y0.shape)}, got {k.dtype}{list(k.shape)}. Return one slope for each "
+                    "entry."
+                )
+            return k.reshape(-1)
+
+        return flattened
+
+    implicit = flatten(f, "f")
+    traced, f_constants = Traced.of(implicit, ts[0], flat, *leaves)
+    g, g_constants, J, J_constants = None, [], None, []
+    if explicit is not None:
+        g, g_constants = Traced.of(flatten(explicit, "explicit"), ts[0], flat, *leaves)
+    if pattern is not None:
+        _check_pattern(pattern, flat)
+
+        def jacobian(t: Any, y: Any, *leaves: Any) -> Any:
+            return sparse_jacobian(lambda y: implicit(t, y, *leaves), pattern)(y).values
+
+        J, J_constants = Traced.of(jacobian, ts[0], flat, *leaves)
+        comm = pattern.comm
+    kind, mass_values = _mass(mass, y0, pattern)
+    problem = Problem(
+        traced,
+        g,
+        J,
+        kind,
+        pattern,
+        resolve(comm),
+        method,
+        _chosen(solver, pattern, y0.dtype),
+        bool(adaptive),
+        float(rtol),
+        float(atol),
+        float(linear_rtol),
+        int(max_steps),
+    )
+    ys, info, *_ = integrate_p.bind(
+        *f_constants,
+        *g_constants,
+        *J_constants,
+        *mass_values,
+        *leaves,
+        flat,
+        ts,
+        jax.lax.stop_gradient(as_array(0.0 if dt0 is None else dt0)).astype(y0.dtype),
+        carrier(),
+        problem=problem,
+        record=False,
+        throw=bool(throw),
+        site=call_site(),
+    )
+    counts = [info[i].astype("int32") for i in range(4, 9)]
+    names = ("num_steps", "num_rejected", "num_newton_steps", "num_linear_steps", "num_jacobians")
+    return Solution(
+        value=ys.reshape(ts.shape[0], *y0.shape),
+        result=info[0].astype("int32"),
+        stats={**dict(zip(names, counts, strict=True)), "time": info[2]},
+    )
+
+
+def _chosen(solver: LinearSolver | None, pattern: Pattern | None, dtype: Any) -> LinearSolver:
+    rtol = 1e-8 if dtype == np.float64 else 1e-5
+    if pattern is None:
+        return (solver or BiCGStab(rtol=rtol)).for_function
+    return (solver or BiCGStab(rtol=rtol, preconditioner=Jacobi())).for_matrix
+
+
+def _mass(mass: Any, y0: Any, pattern: Pattern | None) -> tuple[Pattern | str, list[Any]]:
+    if mass is None:
+        return "identity", []
+    if isinstance(mass, Matrix):
+        _check_pattern(mass.pattern, y0.reshape(-1))
+        return mass.pattern, [mass.values.astype(y0.dtype)]
+    values = as_array(mass)
+    if values.shape != y0.shape:
+        raise ValueError(
+            f"ode.integrate: a diagonal mass must have the shape of y0, {y0.shape}, got "
+            f"{values.shape}. Give a Matrix for another mass."
+        )
+    return "diagonal", [values.astype(y0.dtype).reshape(-1)]
+
+
+def _check_pattern(pattern: Pattern, y: Any) -> None:
+    if not pattern.n_local == pattern.n_local_columns == y.size:
+        raise ValueError(
+            f"ode.integrate: y0 has {y.size} entries on rank {pattern.comm.rank}, but the pattern "
+            f"has {pattern.n_local} rows and {pattern.n_local_columns} columns there. Give this "
+            "rank's part of y."
+        )
+    if pattern.row_without_diagonal >= 0:
+        raise ValueError(
+            "ode.integrate: the pattern must have all diagonal entries, but lacks that of row "
+            f"{pattern.row_without_diagonal}. Add the entry (i, i) for every row i."
+        )
+
+
+def _fail(kind: type[Exception], text: str) -> None:
+    raise kind(f"ode.integrate: {text}")
+
+
+def _check(
+    y0: Any, ts: Any, method: Any, args: Any, solver: Any, adaptive: Any, mass: Any, explicit: Any
+) -> None:
+    if not jnp.issubdtype(y0.dtype, jnp.floating):
+        _fail(TypeError, f"y0 must be real and floating-point, got {y0.dtype}. Convert it.")
+    if ts.ndim != 1 or ts.shape[0] < 2:
+        _fail(
+            ValueError,
+            f"ts must have the shape (k,) with k of at least 2, got {ts.shape}. Give the first and "
+            "the last time.",
+        )
+    if not isinstance(ts, Tracer) and not bool(np.all(np.diff(np.asarray(ts, float)) > 0)):
+        _fail(ValueError, f"ts must increase, got {np.asarray(ts)}. To go back, integrate -f.")
+    if not isinstance(method, Method):
+        _fail(TypeError, f"method must be a Method, got {method!r}. Give ode.Kvaerno3().")
+    if not isinstance(args, (tuple, list)):
+        name = type(args).__name__
+        _fail(TypeError, f"args must be a tuple or a list, got {name}. Write args=(parameter,).")
+    if solver is not None and not isinstance(solver, LinearSolver):
+        _fail(TypeError, f"solver must be a LinearSolver, got {solver!r}. Give sparse.GMRES().")
+    if explicit is not None and method.explicit is None:
+        _fail(
+            ValueError,
+            f"{type(method).__name__} has no explicit part. Give method=ode.KenCarp4(), for "
+            "instance.",
+        )
+    if explicit is not None and mass is not None:
+        _fail(
+            ValueError,
+            "expected mass or explicit, got both. Put all slopes into f, without explicit.",
+        )
+
+
+def _check_numbers(
+    dtype: Any, rtol: Any, atol: Any, linear_rtol: Any, dt0: Any, adaptive: Any, max_steps: Any
+) -> None:
+    smallest = 10 * float(jnp.finfo(dtype).eps)
+    if not (smallest <= rtol < 1 and atol >= 0):
+        _fail(
+            ValueError,
+            f"rtol must be from {smallest:.2g} (10 times the rounding error of {dtype}) to 1, and "
+            f"atol not negative, got rtol={rtol}, atol={atol}. Loosen them, or compute in float64.",
+        )
+    if not 0 < linear_rtol < 1:
+        _fail(ValueError, f"linear_rtol must lie between 0 and 1, got {linear_rtol}. Give 1e-3.")
+    if not adaptive and dt0 is None:
+        _fail(ValueError, "adaptive=False needs the length of the steps. Give dt0.")
+    if not (dt0 is None or isinstance(dt0, Tracer)) and float(dt0) <= 0:
+        _fail(ValueError, f"dt0 must be positive, got {dt0}. Leave it out to have it estimated.")
+    if not 0 < max_steps < 2**31:
+        _fail(ValueError, f"max_steps must be positive, got {max_steps}. Give 256, for instance.")
+
+
+# ---- the primitive: (operands of the problem..., y0, ts, dt0, carrier) -> ys, info, record ----
+
+
+def _shapes(*operands: Any, problem: Problem, record: bool, **_: Any) -> list[Any]:
+    y0, ts = operands[-4:-2]
+    n, dtype, s = y0.shape[0], y0.dtype, problem.method.stages
+    length = problem.max_steps if record else 0
+    shapes = [
+        ((ts.shape[0], n), dtype), ((INFO,), dtype), ((length,), dtype), ((length,), dtype),
+        ((length,), "int32"), ((length, s - 1, n), dtype),
+    ]  # fmt: skip
+    return [jax.ShapeDtypeStruct(*each) for each in shapes]
+
+
+def _run(*operands: Any, problem: Problem, record: bool, throw: bool, site: int) -> Any:
+    *parameters, y0, ts, dt0, _ = operands
+    with without_carriers():  # differentiation has happened: these messages carry values only
+        outcome = run(problem, parameters, y0, ts, dt0, record)
+        if throw:
+            require_success(outcome.info, f"ode.integrate, {describe(site)}: ", problem)
+    return outcome.ys, outcome.info, *outcome.record
+
+
+def _differentiate(
+    operands: Sequence[Any], params: dict[str, Any], activity: Activity
+) -> tuple[list[Any], Any, Callable[..., Any]]:
+    """Return the primal results, the residuals of the tangent map, and the tangent map."""
+    problem: Problem = params["problem"]
+    results = integrate_p.bind(*operands, **{**params, "record": True})
+    ys, info, *record = results
+    every, a = list(operands[:-1]), operands[-1]
+    # All tangents of the linear program vary: JAX cannot transpose a scan in which one is constant.
+    varying = [i for i in range(len(every) - 1) if activity.operands[i]]  # not dt0
+    link = a + opaque_zero(ys, CARRIER)  # active on every rank on which ys is
+
+    def marched(link: Any, *values: Any) -> Any:
+        changed = list(every)
+        for i, value in zip(varying, values, strict=True):
+            changed[i] = value
+        *parameters, y0, ts, _ = changed
+        with set_carrier(link):
+            states = _march(problem, parameters, y0, ts, record)
+        return jnp.where((info[2] >= ts)[:, None], states, jnp.nan)  # as ys: no derivative
+
+    values = [every[i] for i in varying]
+    _, derivative = jax.linearize(marched, link, *values)
+    moved, constants = constants_as_operands(jax.make_jaxpr(derivative)(_LINK, *values))
+
+    def tangent(constants: Any, tangents: Sequence[Any]) -> list[Any]:
+        changes, ta = [tangents[i] for i in varying], tangents[-1]
+        ta = opaque_zero(changes[0], CARRIER) if ta is None else ta
+        return [eval_jaxpr(moved, (), *constants, ta, *changes)[0], *[None] * 5]
+
+    if not params["record"]:
+        results = [ys, info, *(r[:0] for r in record)]
+    return results, constants, tangent
+
+
+def _march(
+    problem: Problem, parameters: Sequence[Any], y0: Any, ts: Any, record: Sequence[Any]
+) -> Any:
+    """Take the recorded steps, and return the states at ts."""
+    lengths, starts, intervals, stages = record
+    method, dtype = problem.method, y0.dtype
+    below, nodes = jnp.asarray(method.below_diagonal(), dtype), jnp.asarray(method.nodes(), dtype)
+    explicit = None if problem.g is None else jnp.asarray(method.explicit_rows(), dtype)
+    single = ts.shape[0] == 2
+
+    def one(y: Any, length: Any, start: Any, interval: Any, known: Any) -> Any:
+        begin = ts[interval]
+        width = ts[interval + 1] - begin
+        h, t = length * width, begin + start * width
+        my = problem.mass_times(y, parameters)
+        empty = jnp.zeros((method.stages, y.shape[0]), dtype)
+        slopes = empty.at[0].set(problem.slope(t, y, parameters))
+        others = empty[:0]
+        if explicit is not None:
+            others = empty.at[0].set(problem.explicit_slope(t, y, parameters))
+
+        def stage(carry: Any, row: Any) -> Any:
+            slopes, others, i, _ = carry
+            weights, more, node, guess = row
+            base = my + h * (weights @ slopes)
+            if explicit is not None:
+                base = base + h * (more @ others)
+            time, scale = t + node * h, h * method.diagonal
+
+            def residual(y: Any, base: Any, time: Any, scale: Any) -> Any:
+                f = problem.slope(time, y, parameters)
+                return problem.mass_times(y, parameters) - base - scale * f
+
+            y = newton(
+                residual,
+                guess,
+                problem.solver,
+                (base, time, scale),
+                pattern=_union(problem),
+                atol=np.inf,
+                comm=problem.comm,
+            ).value
+            slopes = slopes.at[i + 1].set(problem.slope(time, y, parameters))
+            if explicit is not None:
+                others = others.at[i + 1].set(problem.explicit_slope(time, y, parameters))
+            return (slopes, others, i + 1, y), None
+
+        extra = below if explicit is None else explicit[:-1]
+        start_ = (slopes, others, jnp.zeros((), "int32"), y)
+        (slopes, others, _, y), _ = jax.lax.scan(stage, start_, (below, extra, nodes, known))
+        if explicit is not None:
+            y = y + h * (explicit[-1] @ others)
+        return y
+
+    def step(y: Any, row: Any) -> Any:
+        y = jax.lax.cond(row[0] > 0, mark_common_branch(one), lambda y, *_: y, y, *row)
+        return y, None if single else y
+
+    y, states = loops.scan(
+        step, y0, problem.max_steps, (lengths, starts, intervals, stages), checkpoints=1
+    )
+    if single:
+        return jnp.stack([y0, y])
+    count = jnp.sum(
+        (lengths > 0)[None] & (intervals[None] <= jnp.arange(ts.shape[0] - 1)[:, None]), axis=1
+    )
+    return jnp.concatenate([y0[None], states[jnp.maximum(count - 1, 0)]])
+
+
+def _union(problem: Problem) -> Pattern | None:
+    """Return the pattern of M - h a df/dy."""
+    if problem.pattern is None or not isinstance(problem.mass, Pattern):
+        return problem.pattern
+    zeros = (Matrix(p, jnp.zeros(p.nnz)) for p in (problem.mass, problem.pattern))
+    return sum(zeros, start=next(zeros)).pattern  # type: ignore
+
+
+integrate_p = primitive(
+    "integrate",
+    shapes=_shapes,
+    run=_run,
+    differentiate=_differentiate,
+    undifferentiated=(1, 2, 3, 4, 5),
+    batch="map",
+)

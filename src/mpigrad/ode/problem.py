@@ -1,0 +1,129 @@
+"""The equation of an initial value problem as jaxprs: slopes, Jacobian and mass."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.core import eval_jaxpr
+
+from mpigrad.communicator import Communicator
+from mpigrad.extend import constants_as_operands, outer_carrier, set_carrier
+from mpigrad.ode.methods import Method
+from mpigrad.sparse import LinearSolver, Matrix, Operator, Pattern
+
+__all__ = ["Problem", "Traced"]
+
+_LINK = np.float32(0)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Traced:
+    """A function as a jaxpr of (constants..., link, arguments...). `link` carries its messages."""
+
+    jaxpr: Any
+    n_constants: int
+
+    @classmethod
+    def of(cls, f: Callable[..., Any], *arguments: Any) -> tuple[Traced, list[Any]]:
+        """Trace f(*arguments), and return it and its constants."""
+
+        def linked(link: Any, *arguments: Any) -> Any:
+            with set_carrier(link):
+                return f(*arguments)
+
+        jaxpr, constants = constants_as_operands(jax.make_jaxpr(linked)(_LINK, *arguments))
+        return cls(jaxpr, len(constants)), list(constants)
+
+    def __call__(self, link: Any, constants: Sequence[Any], *arguments: Any) -> Any:
+        """Return the function's result."""
+        return eval_jaxpr(self.jaxpr, (), *constants, link, *arguments)[0]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Problem:
+    """M dy/dt = f(t, y) + g(t, y) with its Jacobian df/dy, and how it is integrated.
+
+    The operands of its functions are the constants of f, g and the Jacobian, the values of M, and
+    the leaves of the user's arguments, in this order.
+    """
+
+    f: Traced
+    g: Traced | None
+    J: Traced | None
+    mass: Pattern | str  # "identity", "diagonal", or the pattern of a matrix
+    pattern: Pattern | None
+    comm: Communicator
+    method: Method
+    solver: LinearSolver
+    adaptive: bool
+    rtol: float
+    atol: float
+    linear_rtol: float
+    max_steps: int
+
+    def _split(self, operands: Sequence[Any]) -> tuple[list[Any], ...]:
+        ends = [self.f.n_constants]
+        ends.append(ends[-1] + (self.g.n_constants if self.g else 0))
+        ends.append(ends[-1] + (self.J.n_constants if self.J else 0))
+        ends.append(ends[-1] + (self.mass != "identity"))
+        return tuple(list(operands[a:b]) for a, b in zip([0, *ends], [*ends, None], strict=True))
+
+    def slope(self, t: Any, y: Any, operands: Sequence[Any], link: Any = None) -> Any:
+        """Return f(t, y)."""
+        constants, _, _, _, leaves = self._split(operands)
+        return self.f(outer_carrier() if link is None else link, constants, t, y, *leaves)
+
+    def explicit_slope(self, t: Any, y: Any, operands: Sequence[Any]) -> Any:
+        """Return g(t, y)."""
+        assert self.g is not None
+        _, constants, _, _, leaves = self._split(operands)
+        return self.g(outer_carrier(), constants, t, y, *leaves)
+
+    def jacobian(self, t: Any, y: Any, operands: Sequence[Any]) -> Any:
+        """Return the values of df/dy on the pattern."""
+        assert self.J is not None
+        _, _, constants, _, leaves = self._split(operands)
+        return self.J(outer_carrier(), constants, t, y, *leaves)
+
+    def along(self, t: Any, y: Any, operands: Sequence[Any]) -> Callable[[Any], Any]:
+        """Return v -> df/dy v. Every message has its derivative, even if f ignores y here."""
+
+        def product(v: Any) -> Any:
+            def at(link: Any, y: Any) -> Any:
+                return self.slope(t, y, operands, link)
+
+            return jax.jvp(at, (outer_carrier(), y), (_LINK, v))[1]
+
+        return product
+
+    def mass_times(self, y: Any, operands: Sequence[Any]) -> Any:
+        """Return M y."""
+        if self.mass == "identity":
+            return y
+        ((values,),) = (self._split(operands)[3],)
+        return values * y if self.mass == "diagonal" else Matrix(self._matrix, values) @ y
+
+    @property
+    def _matrix(self) -> Pattern:
+        assert isinstance(self.mass, Pattern)
+        return self.mass
+
+    def system(
+        self, J: Any, along: Callable[[Any], Any], scale: Any, operands: Sequence[Any]
+    ) -> Matrix | Operator:
+        """Return M - scale df/dy. J has the values of df/dy if there is a pattern."""
+        if self.pattern is None:
+            return Operator(
+                lambda v: self.mass_times(v, operands) - scale * along(v), comm=self.comm
+            )
+        if isinstance(self.mass, Pattern):
+            (values,) = self._split(operands)[3]
+            return Matrix(self.mass, values) - scale * Matrix(self.pattern, J)
+        ones = jnp.ones(self.pattern.n_local, J.dtype)
+        diagonal = ones if self.mass == "identity" else self._split(operands)[3][0]
+        return Matrix(self.pattern, (-scale * J).at[self.pattern.diagonal_index].add(diagonal))
