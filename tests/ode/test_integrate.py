@@ -282,6 +282,38 @@ def test_wrong_pattern_is_refused(comm):
 
 
 @pytest.mark.ranks(1)
+def test_missing_entry_in_the_first_column_is_refused():
+    pattern = sparse.Pattern(np.array([0, 0, 1]), np.array([0, 1, 1]), 2)
+    f = lambda t, y: jnp.stack([-y[0] + 0.1 * y[1], 5 * y[0] - y[1]])
+    with pytest.raises(jax.errors.JaxRuntimeError, match="The pattern lacks entries"):
+        ode.integrate(f, np.ones(2), np.array([0.0, 1.0]), pattern=pattern)
+
+
+@pytest.mark.ranks(1)
+def test_scales_of_time():
+    slow = ode.integrate(lambda t, y: 1e-12 * (1 - y), np.zeros(1), np.array([0.0, 1e12]))
+    close(slow.value[-1], 1 - np.exp(-np.ones(1)), 1e-3)
+    # After a step of the length of a rounding error the slope is not a difference over it.
+    near = np.array([0.0, 1.0, 1 + 1.2e-15, 2.0])
+    end = ode.integrate(lambda t, y: -y, np.ones(1), near, adaptive=False, dt0=0.1)
+    close(end.value[-1], np.exp(-2 * np.ones(1)), 1e-4)
+    single = ode.integrate(
+        lambda t, y: -y, np.ones(1, "float32"), np.array([0.0, 1.0]), adaptive=False, dt0=1e-3,
+        max_steps=1000,
+    )  # fmt: skip
+    assert single.stats["num_steps"] == 1000
+
+
+@pytest.mark.ranks(1)
+def test_algebraic_unknowns_are_made_consistent():
+    f = lambda t, y: jnp.stack([-y[1], y[1] - 2 * y[0]])
+    end = ode.integrate(
+        f, np.array([1.0, 7.0]), np.array([0.0, 1.0]), mass=np.array([1.0, 0.0]), rtol=1e-6
+    )
+    close(end.value[-1], np.exp(-2) * np.array([1.0, 2.0]), 1e-4)
+
+
+@pytest.mark.ranks(1)
 def test_states_before_a_failure_are_returned():
     f = lambda t, y: jnp.where(t > 1.2, jnp.nan, -y)
     end = ode.integrate(f, np.ones(2), np.array([0.0, 0.5, 1.0, 2.0]), throw=False)
@@ -299,7 +331,11 @@ def test_states_before_a_failure_are_returned():
     [
         ({"rtol": 1e-8, "y0": np.ones(2, "float32")}, "or compute in float64"),
         ({"ts": np.array([1.0, 0.0])}, "ts must increase"),
+        ({"ts": np.array([0.0, np.inf])}, "ts must increase and be finite"),
+        ({"ts": np.array([0.0, 1, 1 + 1e-9]), "y0": np.ones(2, "float32")}, "finite in float32"),
         ({"ts": np.array([1.0])}, "k of at least 2"),
+        ({"atol": np.ones(2)}, "atol must be a number"),
+        ({"y0": (np.ones(2),)}, "must be one array"),
         ({"y0": np.ones(2, int)}, "real and floating-point"),
         ({"explicit": decay}, "Kvaerno3 has no explicit part"),
         ({"explicit": decay, "mass": np.ones(2), "method": ode.KenCarp3()}, "got both"),

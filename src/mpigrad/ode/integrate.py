@@ -102,8 +102,9 @@ def integrate(
     adaptive
         False: all steps have the length dt0, but for the last one before each output time.
     mass
-        M: None for the identity, an array like y0 for a diagonal matrix, or a `Matrix`. Zero rows
-        are algebraic equations (index 1), which y0 must satisfy.
+        M: None for the identity, an array like y0 for a diagonal matrix, or a `Matrix` with all
+        diagonal entries. Rows of zeros are algebraic equations (index 1). If y0 does not satisfy
+        them, the first step does.
     explicit
         A second slope g(t, y, *args), for M dy/dt = f + g, which is not stiff and is treated
         explicitly. It needs a `KenCarp` method, and no `mass`.
@@ -144,10 +145,14 @@ def integrate(
     (True, True)
     """
     method = Kvaerno3() if method is None else method
+    if isinstance(y0, tuple | list | dict):
+        kind = type(y0).__name__
+        _fail(TypeError, f"y0 must be one array, got a {kind}. Stack fields along a last axis.")
     y0, ts = as_array(y0), as_array(ts)
+    if jnp.issubdtype(y0.dtype, jnp.floating):
+        ts = ts.astype(y0.dtype)
     _check(y0, ts, method, args, solver, adaptive, mass, explicit)
     _check_numbers(y0.dtype, rtol, atol, linear_rtol, dt0, adaptive, max_steps)
-    ts = ts.astype(y0.dtype)
     flat = y0.reshape(-1)
     leaves, structure = jax.tree.flatten(args)
     leaves = [as_array(leaf) for leaf in leaves]
@@ -171,14 +176,14 @@ def integrate(
     if explicit is not None:
         g, g_constants = Traced.of(flatten(explicit, "explicit"), ts[0], flat, *leaves)
     if pattern is not None:
-        _check_pattern(pattern, flat)
+        _check_pattern("pattern", pattern, flat, comm)
 
         def jacobian(t: Any, y: Any, *leaves: Any) -> Any:
             return sparse_jacobian(lambda y: implicit(t, y, *leaves), pattern)(y).values
 
         J, J_constants = Traced.of(jacobian, ts[0], flat, *leaves)
         comm = pattern.comm
-    kind, mass_values = _mass(mass, y0, pattern)
+    kind, mass_values = _mass(mass, y0, comm)
     problem = Problem(
         traced,
         g,
@@ -225,11 +230,11 @@ def _chosen(solver: LinearSolver | None, pattern: Pattern | None, dtype: Any) ->
     return (solver or BiCGStab(rtol=rtol, preconditioner=Jacobi())).for_matrix
 
 
-def _mass(mass: Any, y0: Any, pattern: Pattern | None) -> tuple[Pattern | str, list[Any]]:
+def _mass(mass: Any, y0: Any, comm: Communicator | None) -> tuple[Pattern | str, list[Any]]:
     if mass is None:
         return "identity", []
     if isinstance(mass, Matrix):
-        _check_pattern(mass.pattern, y0.reshape(-1))
+        _check_pattern("pattern of mass", mass.pattern, y0.reshape(-1), comm)
         return mass.pattern, [mass.values.astype(y0.dtype)]
     values = as_array(mass)
     if values.shape != y0.shape:
@@ -240,17 +245,22 @@ def _mass(mass: Any, y0: Any, pattern: Pattern | None) -> tuple[Pattern | str, l
     return "diagonal", [values.astype(y0.dtype).reshape(-1)]
 
 
-def _check_pattern(pattern: Pattern, y: Any) -> None:
+def _check_pattern(name: str, pattern: Pattern, y: Any, comm: Communicator | None) -> None:
     if not pattern.n_local == pattern.n_local_columns == y.size:
         raise ValueError(
-            f"ode.integrate: y0 has {y.size} entries on rank {pattern.comm.rank}, but the pattern "
+            f"ode.integrate: y0 has {y.size} entries on rank {pattern.comm.rank}, but the {name} "
             f"has {pattern.n_local} rows and {pattern.n_local_columns} columns there. Give this "
             "rank's part of y."
         )
     if pattern.row_without_diagonal >= 0:
         raise ValueError(
-            "ode.integrate: the pattern must have all diagonal entries, but lacks that of row "
+            f"ode.integrate: the {name} must have all diagonal entries, but lacks that of row "
             f"{pattern.row_without_diagonal}. Add the entry (i, i) for every row i."
+        )
+    if comm is not None and comm.slot != pattern.comm.slot:
+        raise ValueError(
+            f"ode.integrate: comm is not the communicator of the {name}, which decides. Leave comm "
+            "out."
         )
 
 
@@ -269,8 +279,14 @@ def _check(
             f"ts must have the shape (k,) with k of at least 2, got {ts.shape}. Give the first and "
             "the last time.",
         )
-    if not isinstance(ts, Tracer) and not bool(np.all(np.diff(np.asarray(ts, float)) > 0)):
-        _fail(ValueError, f"ts must increase, got {np.asarray(ts)}. To go back, integrate -f.")
+    if not isinstance(ts, Tracer):
+        values = np.asarray(ts, float)
+        if not (np.all(np.diff(values) > 0) and np.all(np.isfinite(values))):
+            _fail(
+                ValueError,
+                f"ts must increase and be finite in {ts.dtype}, got {values}. To go back in time, "
+                "integrate -f.",
+            )
     if not isinstance(method, Method):
         _fail(TypeError, f"method must be a Method, got {method!r}. Give ode.Kvaerno3().")
     if not isinstance(args, (tuple, list)):
@@ -294,6 +310,9 @@ def _check(
 def _check_numbers(
     dtype: Any, rtol: Any, atol: Any, linear_rtol: Any, dt0: Any, adaptive: Any, max_steps: Any
 ) -> None:
+    for name, value in (("rtol", rtol), ("atol", atol), ("linear_rtol", linear_rtol)):
+        if isinstance(value, Tracer) or np.ndim(value):
+            _fail(TypeError, f"{name} must be a number, got {value}. Give one for all entries.")
     smallest = 10 * float(jnp.finfo(dtype).eps)
     if not (smallest <= rtol < 1 and atol >= 0):
         _fail(
@@ -330,7 +349,7 @@ def _run(*operands: Any, problem: Problem, record: bool, throw: bool, site: int)
     with without_carriers():  # differentiation has happened: these messages carry values only
         outcome = run(problem, parameters, y0, ts, dt0, record)
         if throw:
-            require_success(outcome.info, f"ode.integrate, {describe(site)}: ", problem)
+            require_success(outcome.info, ts, f"ode.integrate, {describe(site)}: ", problem)
     return outcome.ys, outcome.info, *outcome.record
 
 
@@ -385,7 +404,8 @@ def _march(
         h, t = length * width, begin + start * width
         my = problem.mass_times(y, parameters)
         empty = jnp.zeros((method.stages, y.shape[0]), dtype)
-        slopes = empty.at[0].set(problem.slope(t, y, parameters))
+        first = problem.consistent(problem.slope(t, y, parameters), parameters)
+        slopes = empty.at[0].set(first)
         others = empty[:0]
         if explicit is not None:
             others = empty.at[0].set(problem.explicit_slope(t, y, parameters))

@@ -105,8 +105,17 @@ class Problem:
         """Return M y."""
         if self.mass == "identity":
             return y
-        ((values,),) = (self._split(operands)[3],)
+        (values,) = self._split(operands)[3]
         return values * y if self.mass == "diagonal" else Matrix(self._matrix, values) @ y
+
+    def consistent(self, slope: Any, operands: Sequence[Any]) -> Any:
+        """Return the slope with zeros in algebraic equations, which a solution satisfies."""
+        if self.mass == "identity":
+            return slope
+        (values,) = self._split(operands)[3]
+        if self.mass != "diagonal":
+            values = Matrix(self._matrix, jnp.abs(values)) @ jnp.ones_like(slope)
+        return jnp.where(values == 0, 0, slope)
 
     @property
     def _matrix(self) -> Pattern:

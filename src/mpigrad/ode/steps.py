@@ -108,6 +108,7 @@ def run(problem: Problem, operands: Sequence[Any], y0: Any, ts: Any, dt0: Any, r
     error_weights = jnp.asarray(method.error, dtype)
     explicit = None if problem.g is None else jnp.asarray(method.explicit_rows(), dtype)
     integer, most = jnp.int32, _NEWTON_STEPS[problem.adaptive]
+    slack = 1 + (1e-6 if problem.adaptive else 1e-2)  # sums of many steps have rounding errors
 
     def tolerance(*ys: Any) -> Any:
         size = jnp.abs(ys[0])
@@ -207,7 +208,7 @@ def run(problem: Problem, operands: Sequence[Any], y0: Any, ts: Any, dt0: Any, r
     def step(state: _State) -> _State:
         begin, end = ts[state.interval], ts[state.interval + 1]
         remaining = end - state.t
-        last = state.h * (1 + 1e-6) >= remaining
+        last = state.h * slack >= remaining
         h = jnp.where(last, remaining, state.h)
 
         wrong, jacobian, at = jnp.zeros((), bool), state.jacobian, state.at
@@ -260,9 +261,15 @@ def run(problem: Problem, operands: Sequence[Any], y0: Any, ts: Any, dt0: Any, r
                 all.at[slot].set(one.astype(all.dtype)) for all, one in zip(saved, row, strict=True)
             )
             saved = (jnp.where(accept, saved[0], saved[0].at[slot].set(0)), *saved[1:])
-        fresh_slope = slope
+
+        def new_slope() -> Any:
+            return problem.consistent(problem.slope(t, y, operands), operands)
+
         if explicit is not None:
-            fresh_slope = problem.slope(t, y, operands)
+            slope = new_slope()
+        else:  # the slope of a stage is a difference that was divided by h
+            rounded = h < 1e-6 * state.h
+            slope = jax.lax.cond(rounded, mark_common_branch(new_slope), lambda: slope)
         interval = state.interval + hit
         change = jnp.stack(
             [
@@ -278,7 +285,7 @@ def run(problem: Problem, operands: Sequence[Any], y0: Any, ts: Any, dt0: Any, r
         result = jnp.where(
             counts[0] + counts[1] >= problem.max_steps, Result.MAX_STEPS_REACHED, RUNNING
         )
-        small = ~complete & (next_h < tiny * jnp.maximum(jnp.abs(t), jnp.abs(ts[-1] - ts[0])))
+        small = ~accept & (next_h < tiny * jnp.maximum(jnp.abs(t), first_h))
         result = jnp.where(small, Result.STEP_TOO_SMALL, result)
         curable = (k.cause < _LINEAR) | functools.reduce(
             jnp.logical_or, [k.cause == _LINEAR + reason for reason in _CURABLE]
@@ -290,7 +297,7 @@ def run(problem: Problem, operands: Sequence[Any], y0: Any, ts: Any, dt0: Any, r
             interval.astype(integer),
             t,
             jnp.where(accept, y, state.y),
-            jnp.where(accept, fresh_slope, state.slope),
+            jnp.where(accept, slope, state.slope),
             next_h.astype(dtype),
             jacobian,
             at,
@@ -305,9 +312,10 @@ def run(problem: Problem, operands: Sequence[Any], y0: Any, ts: Any, dt0: Any, r
             saved,
         )
 
-    slope = problem.slope(ts[0], y0, operands)
+    slope = problem.consistent(problem.slope(ts[0], y0, operands), operands)
     h = _first_step(problem, operands, y0, slope, ts, dt0, tolerance)
-    finite = jnp.isfinite(rms_norm(slope, comm)) & jnp.isfinite(h)
+    first_h = h
+    finite = jnp.isfinite(rms_norm(slope, comm)) & jnp.isfinite(h) & _increase(ts)
     nnz = 0 if problem.pattern is None else problem.pattern.nnz
     at = (ts[0], y0) if problem.pattern is None else ()
     length = problem.max_steps if record else 0
@@ -323,6 +331,10 @@ def run(problem: Problem, operands: Sequence[Any], y0: Any, ts: Any, dt0: Any, r
     end = jax.lax.while_loop(lambda state: state.result == RUNNING, step, start)
     info = [end.result, end.cause, end.t, end.h, *end.counts, end.error]
     return Outcome(end.ys, jnp.stack([jnp.asarray(v).astype(dtype) for v in info]), end.record)
+
+
+def _increase(ts: Any) -> Any:
+    return jnp.all(jnp.diff(ts) > 0) & jnp.all(jnp.isfinite(ts))
 
 
 def _next_step(
@@ -346,7 +358,7 @@ def _next_step(
 
 def _noise(first: int, n: int, dtype: Any) -> jax.Array:
     """Return a vector between -1 and 1 that does not depend on the number of ranks."""
-    k = jnp.arange(n, dtype="uint32") + np.uint32(first % 2**32)
+    k = jnp.arange(n, dtype="uint32") + np.uint32((first + 0x9E3779B9) % 2**32)
     k = (k ^ (k >> 15)) * np.uint32(2654435761)
     k = (k ^ (k >> 13)) * np.uint32(2246822519)
     return ((k ^ (k >> 16)).astype("int32") / 2**31).astype(dtype)
@@ -374,10 +386,18 @@ def _first_step(
     return jnp.where(dt0 > 0, dt0, jnp.minimum(100 * h0, h1)).astype(y0.dtype)
 
 
-def require_success(info: Any, head: str, problem: Problem) -> None:
+def require_success(info: Any, ts: Any, head: str, problem: Problem) -> None:
     """Raise on every rank, with time, reason and a remedy, unless `info` holds a success."""
     result, cause, t, h, steps, rejected, *_ = info
     comm = problem.comm
+    require(
+        _increase(ts),
+        f"{head}ts must increase and be finite in {ts.dtype}, got values from {{}} to {{}}. To go "
+        "back in time, integrate -f.",
+        ts[0],
+        ts[-1],
+        comm=comm,
+    )
     require(
         result != Result.NOT_FINITE,
         f"{head}{Result.NOT_FINITE.message} in f at the first state, t = {{}}. Look for a division "
@@ -388,7 +408,7 @@ def require_success(info: Any, head: str, problem: Problem) -> None:
     require(
         result != Result.WRONG_JACOBIAN,
         f"{head}{Result.WRONG_JACOBIAN.message} f: along a random vector they differ, at t = {{}}. "
-        "The pattern lacks entries: find it with sparse.find_pattern, or leave it out.",
+        "The pattern lacks entries: raise reach of sparse.find_pattern, or leave the pattern out.",
         t,
         comm=comm,
     )
@@ -397,6 +417,7 @@ def require_success(info: Any, head: str, problem: Problem) -> None:
     small = {True: Result.STEP_TOO_SMALL.message, False: "a step failed"}[problem.adaptive]
     late = "max_steps steps were taken"
     tolerances = f"rtol={problem.rtol:.3g} and atol={problem.atol:.3g}"
+    longer = f"loosen {tolerances}" if problem.adaptive else "take a longer dt0"
     reasons = {
         Result.NOT_FINITE: "a stage became NaN or infinite. Look for a division by zero or an "
         "overflow in f.",
@@ -424,7 +445,7 @@ def require_success(info: Any, head: str, problem: Problem) -> None:
     require(
         result == Result.SUCCESSFUL,
         f"{head}{late} {when}, before the last output time, with steps of {{}}. Raise "
-        f"max_steps={problem.max_steps}, or loosen {tolerances}. {rest}",
+        f"max_steps={problem.max_steps}, or {longer}. {rest}",
         steps,
         rejected,
         t,

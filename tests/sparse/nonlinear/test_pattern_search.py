@@ -60,6 +60,13 @@ def test_function_that_looks_too_far_is_refused_on_all_ranks(comm):
         sparse.find_pattern(wide, x, grid)
     with pytest.raises(ValueError, match="looks farther than reach=1"):
         sparse.find_pattern(lambda u: u * mg.allreduce(jnp.sum(u), comm=comm), x, grid)
+    ring = Grid((9,), (1.0,), comm=comm, periodic=(True,))  # a cell and its third have one colour
+    u = jnp.ones(ring.local_shape)
+    for far in (lambda u: halo_exchange(u, ring, 2)[4:], lambda u: mg.allreduce(u.sum()) + 0 * u):
+        with pytest.raises(ValueError, match="looks farther than reach=1"):
+            sparse.find_pattern(far, u, ring)
+    with pytest.raises(ValueError, match="derivative of F at x is not finite"):
+        sparse.find_pattern(lambda u: jnp.sqrt(u - 1), u, ring)
     with pytest.raises(ValueError, match="field of floating-point numbers"):
         sparse.find_pattern(wide, x[..., :1] if comm.rank == 0 else x, grid)
     with pytest.raises(ValueError, match="reach must be a count"):

@@ -55,8 +55,9 @@ def find_pattern(F: Callable[[Any], Any], x: Any, grid: Grid, *, reach: int = 1)
     Raises
     ------
     TypeError, ValueError
-        On all ranks, if F looks farther than `reach`, for instance by a sum over all cells, or if
-        shapes do not fit.
+        On all ranks, if F looks farther than `reach` around the middle cell of the grid, for
+        instance by a sum over all cells, if its derivative at x is not finite, or if shapes do not
+        fit.
 
     Examples
     --------
@@ -101,7 +102,7 @@ def find_pattern(F: Callable[[Any], Any], x: Any, grid: Grid, *, reach: int = 1)
 
 
 def _check(x: Any, grid: Grid, reach: Any) -> None:
-    if not isinstance(reach, int) or reach < 0:
+    if not isinstance(reach, int | np.integer) or reach < 0:
         raise ValueError(
             f"find_pattern: reach must be a count of cells, got {reach!r}. Give the width of the "
             "halos of F."
@@ -138,8 +139,11 @@ def _couplings(
     cells = [np.arange(part.start, part.stop) for part in grid.slices]
     own = [a.of(c) for a, c in zip(axes, cells, strict=True)]
     found: set[Coupling] = set()
-    far = None
+    unknown = ""
     with jax.debug_nans(False):
+        if np.asarray(dependent(np.zeros(x.shape, x.dtype))).any():
+            unknown = "the derivative of F at x is not finite. Take another x."
+        far = _around_one_cell(dependent, x, grid, reach, components)
         for colour in itertools.product(*(range(a.count) for a in axes)):
             chosen = _all(o == c for o, c in zip(own, colour, strict=True))
             # Cells whose neighbour at an offset has this colour.
@@ -160,6 +164,8 @@ def _couplings(
                     hit = hit & ~mask[..., None]
                 if far is None and hit.any():  # the other ranks need this rank in the next rounds
                     far = np.argwhere(hit)[0][:-1] + [c[0] for c in cells]
+    if unknown:
+        raise ValueError(f"find_pattern: {unknown}")
     if far is not None:
         raise ValueError(
             f"find_pattern: F looks farther than reach={reach}: its result in cell "
@@ -167,6 +173,28 @@ def _couplings(
             "without a pattern if F has a sum over all cells."
         )
     return found
+
+
+def _around_one_cell(
+    dependent: Callable[[Any], Any], x: Any, grid: Grid, reach: int, components: int
+) -> np.ndarray | None:
+    """Return a cell of this rank that depends on the middle cell, but is farther than `reach`.
+
+    Other cells of its colour cannot be told from it, as they are NaN in the same derivative.
+    """
+    near, here = [], []
+    for n, part, periodic in zip(grid.shape, grid.slices, grid.periodic, strict=True):
+        distance = np.abs(np.arange(part.start, part.stop) - n // 2)
+        here.append(distance == 0)
+        near.append((np.minimum(distance, n - distance) if periodic else distance) <= reach)
+    far = None
+    for k in range(components):
+        seed = np.zeros((*grid.local_shape, components), x.dtype)
+        seed[_all(here), k] = np.nan
+        hit = np.asarray(dependent(seed.reshape(x.shape))) & ~_all(near)[..., None]
+        if hit.any():
+            far = np.argwhere(hit)[0][:-1] + [part.start for part in grid.slices]
+    return far
 
 
 def _axes(grid: Grid) -> tuple[int, ...]:
