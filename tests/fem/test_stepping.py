@@ -56,6 +56,33 @@ def test_order_of_the_theta_scheme(theta, order, comm):
     assert abs(np.log2(coarse / fine) - order) < 0.25
 
 
+@pytest.mark.full("takes long; the example of fem.integrate runs, and tests/ode has the gradients")
+@pytest.mark.long("adaptive steps with a nonlinear law, and their gradient")
+def test_adaptive_steps(comm):
+    """A decaying mode; then a nonlinear law, whose gradient is compared with differences."""
+    space, mass, stiffness, fixed = rod(comm, 4)
+    mode, rate = lowest_mode(space), 1.5 * (np.pi / 2) ** 2
+    ts = np.array([0.0, 0.1, 0.2])
+    end = fem.integrate(mass, stiffness(3.0), mode, ts, fixed=fixed, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(end.value[-1], np.exp(-0.2 * rate) * mode, atol=2e-3)
+
+    law = fem.Energy(space, lambda p, k: 0.5 * k * (1 + p.u**2) * p.grad @ p.grad)
+
+    def share(k, value):
+        end = fem.integrate(
+            mass, lambda t, k: law(k * (1 + t)), mode, ts, (k,), fixed, value, adaptive=False,
+            dt0=0.05, rtol=1e-9, atol=1e-11, max_steps=8,
+        )  # fmt: skip
+        return jnp.sum(end.value[1:] ** 2)
+
+    gradient = mg.jit(mg.value_and_grad(share, (0, 1), replicated=(0, 1), comm=comm))
+    _, slopes = gradient(3.0, 0.2)
+    h = 1e-4
+    for slope, (dk, dv) in zip(slopes, ((h, 0.0), (0.0, h)), strict=True):
+        more, less = (gradient(3.0 + s * dk, 0.2 + s * dv)[0] for s in (1, -1))
+        np.testing.assert_allclose(slope, (more - less) / (2 * h), rtol=1e-6)
+
+
 def test_newmark_has_order_two_and_conserves_energy(comm):
     space, mass, stiffness, fixed = rod(comm)
     mode, speed = lowest_mode(space), np.sqrt(1.5) * np.pi / 2

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from mpigrad.fem.solving import solve as solve
     from mpigrad.fem.space import Space as Space
     from mpigrad.fem.stepping import Motion as Motion
+    from mpigrad.fem.stepping import integrate as integrate
     from mpigrad.fem.stepping import newmark_step as newmark_step
     from mpigrad.fem.stepping import start_motion as start_motion
     from mpigrad.fem.stepping import theta_step as theta_step
@@ -44,6 +45,7 @@ _NAMES = {
     "WeakForm": "forms",
     "box": "boxes",
     "distribute_mesh": "distribute",
+    "integrate": "stepping",
     "newmark_step": "stepping",
     "read_mesh": "mesh_files",
     "solve": "solving",

@@ -26,6 +26,8 @@ from mpigrad.sparse import solve as solve_linear
 
 __all__ = [
     "FreeMode",
+    "equation_solver",
+    "fixed_mask",
     "free_modes",
     "pieces_of_cells",
     "solve",
@@ -238,7 +240,7 @@ def solve(
     linear = equation.is_linear
     if linear:
         _check_linear(solver, rtol=rtol, atol=atol or None, max_steps=max_steps)
-    mask = _mask(space, fixed)
+    mask = fixed_mask(space, fixed)
     _check_field(space, "values", values)
     _check_field(space, "u0", u0)
     dtype = jnp.result_type(float if u0 is None else u0, values, *_dtypes(equation))
@@ -247,7 +249,7 @@ def solve(
     fixed_values = _given(values, shape=space.shape, dtype=dtype)
     start = _start(mask, fixed_values, u0)
     if solver is None:
-        solver = _default_solver(equation, dtype, rtol)
+        solver = equation_solver(equation, dtype, rtol)
     null = None if nullspace is None else _null_space(space, mask, nullspace)
 
     if linear:
@@ -319,19 +321,20 @@ def _moved(start: jax.Array, change: jax.Array) -> jax.Array:
     return start + change.reshape(start.shape)
 
 
-def _mask(space: Space, fixed: Any) -> np.ndarray:
+def fixed_mask(space: Space, fixed: Any, name: str = "fem.solve") -> np.ndarray:
+    """Return `fixed` as an array, or raise an error on all ranks."""
     mask = np.zeros(space.shape, bool)
     with raise_on_all_ranks(space.mesh.comm):
         if fixed is not None:
             if isinstance(fixed, Tracer):
                 raise TypeError(
-                    "fem.solve: fixed must be known before tracing, got a traced array. Make it "
+                    f"{name}: fixed must be known before tracing, got a traced array. Make it "
                     "by space.fixed(...) outside of the function."
                 )
             mask = np.asarray(fixed)
         if mask.dtype != bool or mask.shape != space.shape:
             raise TypeError(
-                f"fem.solve: fixed must be bools of shape {space.shape} on rank "
+                f"{name}: fixed must be bools of shape {space.shape} on rank "
                 f"{space.mesh.comm.rank}, got dtype {mask.dtype} and shape {mask.shape}. Make it "
                 "by space.fixed(...)."
             )
@@ -394,7 +397,8 @@ def _dtypes(equation: Equation) -> list[Any]:
     return [d for d in dtypes if jnp.issubdtype(d, jnp.floating)]
 
 
-def _default_solver(equation: Equation, dtype: Any, rtol: float) -> LinearSolver:
+def equation_solver(equation: Equation, dtype: Any, rtol: float) -> LinearSolver:
+    """Return the default solver of an equation."""
     space = equation.space
     elastic = space.components == space.mesh.dim
     amg = BoomerAMG(unknowns_per_cell=space.components, near_null=elastic)

@@ -1,18 +1,21 @@
-"""Time steps of finite elements: the theta scheme and Newmark's method."""
+"""Time steps of finite elements: adaptive ones, the theta scheme, and Newmark's method."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
+from mpigrad import ode
 from mpigrad.extend import Array, Float
 from mpigrad.fem.equation import Equation
-from mpigrad.fem.solving import solve
+from mpigrad.fem.solving import equation_solver, fixed_mask, solve
 from mpigrad.solution import Solution
+from mpigrad.sparse import LinearSolver, Matrix
 
-__all__ = ["Motion", "newmark_step", "start_motion", "theta_step"]
+__all__ = ["Motion", "integrate", "newmark_step", "start_motion", "theta_step"]
 
 
 class Motion(NamedTuple):
@@ -35,6 +38,99 @@ class Motion(NamedTuple):
     displacement: Float[Array, ...]
     velocity: Float[Array, ...]
     acceleration: Float[Array, ...]
+
+
+def integrate(
+    mass: Equation,
+    equation: Equation | Callable[..., Equation],
+    u0: Any,
+    ts: Any,
+    args: tuple[Any, ...] | list[Any] = (),
+    fixed: Any = None,
+    values: Any = 0.0,
+    *,
+    solver: LinearSolver | None = None,
+    **options: Any,
+) -> Solution:
+    """Integrate M du/dt + r(u, t) = 0 by `ode.integrate`, with adaptive steps (collective).
+
+    Differentiable in u0, ts, args, values and all that the equations close over, to any order.
+
+    Parameters
+    ----------
+    mass
+        A linear equation whose residual is M u, for example the energy c u²/2.
+    equation
+        The equation whose residual is r, or a function equation(t, *args) that returns it.
+    u0
+        The first field. Fixed unknowns take their values.
+    ts
+        The output times, as in `ode.integrate`.
+    args
+        The parameters of `equation`, if it is a function.
+    fixed, values
+        As in `fem.solve`. The values do not depend on the time.
+    solver
+        The `LinearSolver` of the systems with M + h a dr/du. Default: that of `fem.solve`.
+    options
+        More arguments of `ode.integrate`: `method`, `rtol`, `atol`, `max_steps` and others.
+
+    Returns
+    -------
+    The `Solution` of `ode.integrate`: `value` has the fields at `ts`.
+
+    Raises
+    ------
+    ValueError, TypeError, jax.errors.JaxRuntimeError
+        As `ode.integrate`, and if `mass` is not linear.
+
+    Examples
+    --------
+    >>> import jax.numpy as jnp
+    >>> from mpigrad import fem
+    >>> space = fem.Space(fem.box((8, 8), (1.0, 1.0)))
+    >>> mass = fem.Energy(space, lambda p: 0.5 * p.u**2)()
+    >>> heat = fem.Energy(space, lambda p, k: 0.5 * k * p.grad @ p.grad - p.u)
+    >>> u0, ts = jnp.zeros(space.shape), jnp.array([0.0, 0.3])
+    >>> solution = fem.integrate(
+    ...     mass, lambda t, k: heat(k), u0, ts, (1.0,), space.fixed("xmin"), atol=1e-4
+    ... )
+    >>> 0.2 < float(solution.value[-1].max()) < 0.5  # 1/2 at last
+    True
+    """
+    space = mass.space
+    if not mass.is_linear:
+        raise ValueError(
+            "fem.integrate: mass must be linear, got an equation that is not. Take a linear law."
+        )
+    mask = fixed_mask(space, fixed, "fem.integrate")
+    given = jnp.broadcast_to(jnp.asarray(values), space.shape)
+
+    def at(t: Any, *args: Any) -> Equation:
+        return equation(t, *args) if callable(equation) else equation
+
+    def insert(u: Any) -> Any:
+        return jnp.where(mask, given.astype(u.dtype), u)
+
+    def slope(t: Any, u: Any, *args: Any) -> Any:
+        r = at(t, *args).residual(insert(u))
+        return jnp.where(mask, given - u, -r).astype(u.dtype)
+
+    def eliminated(A: Matrix) -> Matrix:
+        zeros = jnp.zeros(A.pattern.n_local, A.dtype)
+        return A.at_boundary(mask.reshape(-1), zeros, 0.0)[0]
+
+    def jacobian(t: Any, u: Any, *args: Any) -> Matrix:
+        return -1.0 * eliminated(at(t, *args).jacobian(insert(u)))
+
+    # Fixed unknowns are algebraic: their rows and columns of M are zero.
+    M = eliminated(mass.jacobian())
+    M = Matrix(M.pattern, M.values.at[M.pattern.diagonal_index].multiply(~mask.reshape(-1)))
+    u0 = insert(jnp.asarray(u0) * 1.0)
+    if solver is None:
+        first = at(jnp.asarray(ts)[0], *args)
+        solver = equation_solver(first, u0.dtype, 1e-8 if u0.dtype == jnp.float64 else 1e-5)
+    return ode.integrate(slope, u0, ts, args, jacobian=jacobian, mass=M, solver=solver, **options)
 
 
 def theta_step(

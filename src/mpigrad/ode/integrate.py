@@ -49,6 +49,7 @@ def integrate(
     method: Method | None = None,
     *,
     pattern: Pattern | None = None,
+    jacobian: Callable[..., Matrix] | None = None,
     solver: LinearSolver | None = None,
     rtol: float = 1e-3,
     atol: float = 1e-6,
@@ -87,6 +88,8 @@ def integrate(
         The pattern of df/dy, with all diagonal entries: see `sparse.find_pattern`. Its rows and
         columns are the entries of y in C order on each rank. Without it the linear systems are
         solved matrix-free.
+    jacobian
+        Or the Jacobian itself: jacobian(t, y, *args) -> Matrix, with all diagonal entries.
     solver
         The `LinearSolver` of the systems with M - h a df/dy. Its tolerance is that of the solves of
         the derivatives. Default: BiCGStab with Jacobi's preconditioner,
@@ -175,13 +178,27 @@ def integrate(
     g, g_constants, J, J_constants = None, [], None, []
     if explicit is not None:
         g, g_constants = Traced.of(flatten(explicit, "explicit"), ts[0], flat, *leaves)
-    if pattern is not None:
-        _check_pattern("pattern", pattern, flat, comm)
+    if jacobian is not None and pattern is not None:
+        _fail(ValueError, "expected a pattern or a jacobian, got both. Leave out the pattern.")
+    if jacobian is not None or pattern is not None:
 
-        def jacobian(t: Any, y: Any, *leaves: Any) -> Any:
-            return sparse_jacobian(lambda y: implicit(t, y, *leaves), pattern)(y).values
+        def matrix(t: Any, y: Any, *leaves: Any) -> Any:
+            if jacobian is None:
+                assert pattern is not None
+                return sparse_jacobian(lambda y: implicit(t, y, *leaves), pattern)(y)
+            A = jacobian(t, y.reshape(y0.shape), *jax.tree.unflatten(structure, leaves))
+            if not isinstance(A, Matrix):
+                kind = type(A).__name__
+                _fail(TypeError, f"jacobian must return a Matrix, got {kind}. Return one.")
+            return A
 
-        J, J_constants = Traced.of(jacobian, ts[0], flat, *leaves)
+        if pattern is not None:
+            _check_pattern("pattern", pattern, flat, comm)
+        J, J_constants, shape = Traced.with_shape(matrix, ts[0], flat, *leaves)
+        if pattern is None:
+            pattern = shape.pattern
+            assert pattern is not None
+            _check_pattern("pattern of the jacobian", pattern, flat, comm)
         comm = pattern.comm
     kind, mass_values = _mass(mass, y0, comm)
     problem = Problem(
@@ -422,14 +439,17 @@ def _march(
                 f = problem.slope(time, y, parameters)
                 return problem.mass_times(y, parameters) - base - scale * f
 
+            def matrix(y: Any, base: Any, time: Any, scale: Any) -> Any:
+                return problem.system(problem.jacobian(time, y, parameters), scale, parameters)
+
             y = newton(
                 residual,
                 guess,
                 problem.solver,
                 (base, time, scale),
-                pattern=_union(problem),
+                jacobian=None if problem.pattern is None else matrix,
                 atol=np.inf,
-                comm=problem.comm,
+                comm=None if problem.pattern is not None else problem.comm,
             ).value
             slopes = slopes.at[i + 1].set(problem.slope(time, y, parameters))
             if explicit is not None:
@@ -456,14 +476,6 @@ def _march(
         (lengths > 0)[None] & (intervals[None] <= jnp.arange(ts.shape[0] - 1)[:, None]), axis=1
     )
     return jnp.concatenate([y0[None], states[jnp.maximum(count - 1, 0)]])
-
-
-def _union(problem: Problem) -> Pattern | None:
-    """Return the pattern of M - h a df/dy."""
-    if problem.pattern is None or not isinstance(problem.mass, Pattern):
-        return problem.pattern
-    zeros = (Matrix(p, jnp.zeros(p.nnz)) for p in (problem.mass, problem.pattern))
-    return sum(zeros, start=next(zeros)).pattern  # type: ignore
 
 
 integrate_p = primitive(

@@ -31,13 +31,19 @@ class Traced:
     @classmethod
     def of(cls, f: Callable[..., Any], *arguments: Any) -> tuple[Traced, list[Any]]:
         """Trace f(*arguments), and return it and its constants."""
+        return cls.with_shape(f, *arguments)[:2]
+
+    @classmethod
+    def with_shape(cls, f: Callable[..., Any], *arguments: Any) -> tuple[Traced, list[Any], Any]:
+        """Trace f(*arguments), and return it, its constants, and the shape of its result."""
 
         def linked(link: Any, *arguments: Any) -> Any:
             with set_carrier(link):
                 return f(*arguments)
 
-        jaxpr, constants = constants_as_operands(jax.make_jaxpr(linked)(_LINK, *arguments))
-        return cls(jaxpr, len(constants)), list(constants)
+        closed, shape = jax.make_jaxpr(linked, return_shape=True)(_LINK, *arguments)
+        jaxpr, constants = constants_as_operands(closed)
+        return cls(jaxpr, len(constants)), list(constants), shape
 
     def __call__(self, link: Any, constants: Sequence[Any], *arguments: Any) -> Any:
         """Return the function's result."""
@@ -122,17 +128,17 @@ class Problem:
         assert isinstance(self.mass, Pattern)
         return self.mass
 
-    def system(
-        self, J: Any, along: Callable[[Any], Any], scale: Any, operands: Sequence[Any]
-    ) -> Matrix | Operator:
-        """Return M - scale df/dy. J has the values of df/dy if there is a pattern."""
-        if self.pattern is None:
-            return Operator(
-                lambda v: self.mass_times(v, operands) - scale * along(v), comm=self.comm
-            )
+    def system(self, J: Any, scale: Any, operands: Sequence[Any]) -> Matrix:
+        """Return M - scale df/dy for the values J of df/dy."""
+        assert self.pattern is not None
         if isinstance(self.mass, Pattern):
             (values,) = self._split(operands)[3]
             return Matrix(self.mass, values) - scale * Matrix(self.pattern, J)
         ones = jnp.ones(self.pattern.n_local, J.dtype)
         diagonal = ones if self.mass == "identity" else self._split(operands)[3][0]
         return Matrix(self.pattern, (-scale * J).at[self.pattern.diagonal_index].add(diagonal))
+
+    def operator(self, t: Any, y: Any, scale: Any, operands: Sequence[Any]) -> Operator:
+        """Return v -> (M - scale df/dy) v."""
+        along = self.along(t, y, operands)
+        return Operator(lambda v: self.mass_times(v, operands) - scale * along(v), comm=self.comm)

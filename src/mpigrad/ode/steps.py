@@ -217,15 +217,14 @@ def run(problem: Problem, operands: Sequence[Any], y0: Any, ts: Any, dt0: Any, r
                 jnp.where(state.keep, old, new)
                 for old, new in zip(state.at, (state.t, state.y), strict=True)
             )
-            along = problem.along(at[0], at[1], operands)
+            A = problem.operator(at[0], at[1], h * method.diagonal, operands)
         else:
             jacobian, wrong = jax.lax.cond(
                 state.keep,
                 lambda: (state.jacobian, jnp.zeros((), bool)),
                 mark_common_branch(lambda: new_jacobian(state.t, state.y)),
             )
-            along = problem.along(state.t, state.y, operands)  # not used
-        A = problem.system(jacobian, along, h * method.diagonal, operands)
+            A = problem.system(jacobian, h * method.diagonal, operands)
         k = stages(state, h, A)
 
         y, slope = k.ys[-1], k.slopes[-1]
