@@ -360,7 +360,7 @@ def _noise(first: int, n: int, dtype: Any) -> jax.Array:
     k = jnp.arange(n, dtype="uint32") + np.uint32((first + 0x9E3779B9) % 2**32)
     k = (k ^ (k >> 15)) * np.uint32(2654435761)
     k = (k ^ (k >> 13)) * np.uint32(2246822519)
-    return ((k ^ (k >> 16)).astype("int32") / 2**31).astype(dtype)
+    return ((k ^ (k >> 16)).astype("int32") / 2.0**31).astype(dtype)
 
 
 def _first_step(
