@@ -17,7 +17,7 @@ pytestmark = pytest.mark.launcher
 def test_waits_are_stopped_and_leave_nothing_behind(mpi: str) -> None:
     missing = {"MPI4PY_LIBMPI": "/nonexistent/libmpi.so"} if mpi == "none" else {}
     program = [sys.executable, str(PROGRAMS / "alone.py")]
-    done = run(program, MPIGRAD_TIMEOUT="4", MPIGRAD_GUARD="0", **missing)
+    done = run(program, MPIGRAD_TIMEOUT="2", MPIGRAD_GUARD="0", **missing)
     # A large send to oneself is buffered by the MPI of one rank.
     wait = "ended" if mpi == "none" else "limit"
     expected = ["limit"] * 4 + ["5.0", f"{wait} 7.0 ended", "limit", "8.0", "interrupted", "9.0"]
