@@ -105,7 +105,8 @@ def work(a: argparse.Namespace) -> None:
             result = jax.block_until_ready(program(start))
             grid.comm.mpi.Barrier()
             times[name].append(time.perf_counter() - begin)
-        stats = (result[1] if name == "forward" else result[0][1]) if name == "forward" else stats
+        if name == "forward":
+            stats = result[1]
     if grid.comm.rank == 0:
         numbers = {name: float(number) for name, number in stats.items()}
         print(json.dumps({"times": {k: v[1:] for k, v in times.items()}, **numbers}))

@@ -109,13 +109,13 @@ def test_value_and_gradient_are_those_of_one_rank(comm, way):
     assert end.result == Result.SUCCESSFUL
 
 
+EXACT = {"adaptive": False, "dt0": 0.1, "rtol": 1e-9, "atol": 1e-12, "max_steps": 8}
+
+
 def fixed_steps(comm):
     """Return the model, and the loss after five steps of one length with tight solves."""
     model = Brusselator(comm)
-    options = ways(model)["pattern"]
-    return model, model.loss(
-        {**options, "adaptive": False, "dt0": 0.1, "rtol": 1e-9, "atol": 1e-12, "max_steps": 8}
-    )
+    return model, model.loss({**ways(model)["pattern"], **EXACT})
 
 
 @pytest.mark.long("the gradient of an adaptive loop; test_newton is the shorter twin")
@@ -129,9 +129,13 @@ def test_taylor(comm):
 
 @pytest.mark.full("the gradient is differentiated; test_newton does that for one stage")
 @pytest.mark.long("the gradient is differentiated")
-def test_taylor_in_the_state_and_hessian_vector_product(comm):
+def test_dot_taylor_in_the_state_and_hessian_vector_product(comm):
     model, share = fixed_steps(comm)
     start = model.tile(START)
+    states = lambda w: (
+        ode.integrate(args=(RATES,), y0=w, ts=TS, **ways(model)["pattern"] | EXACT).value
+    )
+    mg.dot_test(states, start, comm=comm, rtol=1e-10)
     mg.taylor_test(lambda w: share(w, RATES)[0], start, comm=comm, step=1e-3, halvings=2)
 
     gradient = mg.grad(lambda r: share(start, r)[0], replicated=0, comm=comm)

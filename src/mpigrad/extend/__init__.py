@@ -50,7 +50,7 @@ from mpigrad.operations.local_programs import (
 )
 from mpigrad.operations.native_targets import KeptArray
 from mpigrad.operations.nonblocking import in_order_of_posts, post
-from mpigrad.operations.norms import root_of_sums, sums_of_squares, two_norms
+from mpigrad.operations.norms import noise, root_of_sums, sums_of_squares, two_norms
 from mpigrad.operations.primitive import linear_map
 from mpigrad.operations.pytree_packing import arrays, bind_packed
 from mpigrad.operations.reduce_operators import check_op
@@ -133,6 +133,7 @@ __all__ = [
     "name_in_errors",
     "native_library",
     "neighbor_alltoallv_p",
+    "noise",
     "opaque_zero",
     "outer_carrier",
     "pass_over",

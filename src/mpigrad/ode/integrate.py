@@ -92,8 +92,8 @@ def integrate(
         Or the Jacobian itself: jacobian(t, y, *args) -> Matrix, with all diagonal entries.
     solver
         The `LinearSolver` of the systems with M - h a df/dy. Its tolerance is that of the solves of
-        the derivatives. Default: BiCGStab with Jacobi's preconditioner,
-        or without one if there is no pattern.
+        the derivatives. Default: BiCGStab with Jacobi's preconditioner, or without one if there is
+        no pattern.
     rtol, atol
         The tolerance of the error of one step: the root mean square over all ranks' entries of
         error / (atol + rtol |y|) is at most 1.
@@ -109,7 +109,7 @@ def integrate(
         diagonal entries. Rows of zeros are algebraic equations (index 1). If y0 does not satisfy
         them, the first step does.
     explicit
-        A second slope g(t, y, *args), for M dy/dt = f + g, which is not stiff and is treated
+        A second slope g(t, y, *args), for dy/dt = f + g, which is not stiff and is treated
         explicitly. It needs a `KenCarp` method, and no `mass`.
     max_steps
         The largest number of steps, with the rejected ones. Derivatives store the stages of so many

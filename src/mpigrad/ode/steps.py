@@ -14,9 +14,8 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
-from mpigrad.extend import mark_common_branch, two_norms
+from mpigrad.extend import mark_common_branch, noise, two_norms
 from mpigrad.ode.problem import Problem
 from mpigrad.operations import require, rms_norm
 from mpigrad.solution import Result
@@ -120,7 +119,7 @@ def run(problem: Problem, operands: Sequence[Any], y0: Any, ts: Any, dt0: Any, r
         """Return the Jacobian's values, and whether they are wrong along a random vector."""
         values = problem.jacobian(t, y, operands)
         assert problem.pattern is not None
-        probe = _noise(problem.pattern.offset, n, dtype)
+        probe = noise(problem.pattern.offset, n, dtype, 2654435761)
         product = problem.along(t, y, operands)(probe)
         defect, size = two_norms(
             Matrix(problem.pattern, values) @ probe - product, product, comm=comm
@@ -355,14 +354,6 @@ def _next_step(
     return jnp.where(accept & last, jnp.maximum(after, planned), after)
 
 
-def _noise(first: int, n: int, dtype: Any) -> jax.Array:
-    """Return a vector between -1 and 1 that does not depend on the number of ranks."""
-    k = jnp.arange(n, dtype="uint32") + np.uint32((first + 0x9E3779B9) % 2**32)
-    k = (k ^ (k >> 15)) * np.uint32(2654435761)
-    k = (k ^ (k >> 13)) * np.uint32(2246822519)
-    return ((k ^ (k >> 16)).astype("int32") / 2.0**31).astype(dtype)
-
-
 def _first_step(
     problem: Problem, operands: Any, y0: Any, slope: Any, ts: Any, dt0: Any, tolerance: Callable
 ) -> Any:
@@ -407,7 +398,8 @@ def require_success(info: Any, ts: Any, head: str, problem: Problem) -> None:
     require(
         result != Result.WRONG_JACOBIAN,
         f"{head}{Result.WRONG_JACOBIAN.message} f: along a random vector they differ, at t = {{}}. "
-        "The pattern lacks entries: raise reach of sparse.find_pattern, or leave the pattern out.",
+        "The pattern lacks entries, or `jacobian` is wrong. Raise reach of sparse.find_pattern, or "
+        "leave both out.",
         t,
         comm=comm,
     )

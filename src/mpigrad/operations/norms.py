@@ -6,13 +6,14 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from mpi4py import MPI
 
 from mpigrad.communicator import Communicator
 from mpigrad.operations.collectives import allreduce
 from mpigrad.operations.pytree_packing import arrays
 
-__all__ = ["max_norm", "rms_norm", "root_of_sums", "sums_of_squares", "two_norms"]
+__all__ = ["max_norm", "noise", "rms_norm", "root_of_sums", "sums_of_squares", "two_norms"]
 
 
 def rms_norm(x: Any, comm: Communicator | None = None) -> jax.Array:
@@ -156,3 +157,14 @@ def root_of_sums(small: jax.Array, usual: jax.Array, large: jax.Array) -> jax.Ar
 
 def _real(leaf: jax.Array) -> tuple[jax.Array, ...]:
     return (leaf.real, leaf.imag) if jnp.iscomplexobj(leaf) else (leaf,)
+
+
+def noise(first: int, n: int, dtype: Any, seed: int) -> jax.Array:
+    """Return a vector in [-1, 1) that looks random. Entry i depends on first + i alone.
+
+    Integer arithmetic: a sine may round differently in each loop that XLA fuses it into.
+    """
+    row = jnp.arange(n, dtype="uint32") + np.uint32(first % 2**32)
+    bits = row * np.uint32(seed)
+    bits = (bits ^ (bits >> 15)) * np.uint32(3266489917)
+    return ((bits >> 8).astype(jnp.finfo(dtype).dtype) * 2.0**-23 - 1).astype(dtype)

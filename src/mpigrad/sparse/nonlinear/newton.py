@@ -24,6 +24,7 @@ from mpigrad.extend import (
     carrier,
     constants_as_operands,
     describe,
+    noise,
     opaque_zero,
     primitive,
     set_carrier,
@@ -34,7 +35,6 @@ from mpigrad.sparse.matrix.matrix import Matrix
 from mpigrad.sparse.matrix.pattern import Pattern
 from mpigrad.sparse.nonlinear.newton_steps import INFO, Problem, iterate, require_solution, summary
 from mpigrad.sparse.nonlinear.sparse_jacobian import sparse_jacobian
-from mpigrad.sparse.solvers.krylov import noise
 from mpigrad.sparse.solvers.methods import GMRES, LinearSolver, default_solver
 from mpigrad.sparse.solvers.nullspace import (
     as_nullspace,

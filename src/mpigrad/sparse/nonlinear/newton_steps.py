@@ -12,12 +12,12 @@ import numpy as np
 from jax.core import eval_jaxpr
 
 from mpigrad.communicator import Communicator
-from mpigrad.extend import mark_common_branch, outer_carrier, two_norms
+from mpigrad.extend import mark_common_branch, noise, outer_carrier, two_norms
 from mpigrad.operations import require
 from mpigrad.solution import Result
 from mpigrad.sparse.matrix.matrix import Matrix
 from mpigrad.sparse.matrix.pattern import Pattern
-from mpigrad.sparse.solvers.krylov import RUNNING, noise
+from mpigrad.sparse.solvers.krylov import RUNNING
 from mpigrad.sparse.solvers.methods import LinearSolver
 from mpigrad.sparse.solvers.nullspace import from_orthonormal, projected
 from mpigrad.sparse.solvers.operator_solve import Operator

@@ -8,10 +8,9 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from mpigrad.communicator import Communicator
-from mpigrad.extend import mark_common_branch
+from mpigrad.extend import mark_common_branch, noise
 from mpigrad.operations import allreduce
 from mpigrad.solution import Result
 
@@ -21,7 +20,6 @@ __all__ = [
     "Outcome",
     "bicgstab",
     "gmres",
-    "noise",
     "pcg",
 ]
 
@@ -153,17 +151,6 @@ class LinearSystem:
         """Return `state` if `rr` is finite, else the reason why it is not."""
         fault = jnp.where(steps > 0, Result.BREAKDOWN, Result.NOT_FINITE)
         return jnp.where(jnp.isfinite(rr), state, fault).astype("int32")
-
-
-def noise(first: int, n: int, dtype: Any, seed: int) -> jax.Array:
-    """Return a vector in [-1, 1) that looks random. Entry i depends on first + i alone.
-
-    Integer arithmetic: a sine may round differently in each loop that XLA fuses it into.
-    """
-    row = jnp.arange(n, dtype="uint32") + np.uint32(first % 2**32)
-    bits = row * np.uint32(seed)
-    bits = (bits ^ (bits >> 15)) * np.uint32(3266489917)
-    return ((bits >> 8).astype(jnp.finfo(dtype).dtype) * 2.0**-23 - 1).astype(dtype)
 
 
 # ---- Preconditioned conjugate gradients with one reduction in each iteration ----

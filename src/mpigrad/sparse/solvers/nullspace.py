@@ -17,10 +17,9 @@ import numpy as np
 from mpi4py import MPI
 
 from mpigrad.communicator import Communicator, resolve
-from mpigrad.extend import as_array, two_norms
+from mpigrad.extend import as_array, noise, two_norms
 from mpigrad.operations import allreduce, require
 from mpigrad.solution import Result
-from mpigrad.sparse.solvers.krylov import noise
 from mpigrad.sparse.solvers.methods import LinearSolver
 
 __all__ = [

@@ -21,6 +21,7 @@ from mpigrad.extend import (
     carrier,
     constants_as_operands,
     describe,
+    noise,
     opaque_zero,
     primitive,
     set_carrier,
@@ -37,7 +38,7 @@ from mpigrad.sparse.solvers.jax_backend import (
     scaled_map,
     solve_system,
 )
-from mpigrad.sparse.solvers.krylov import LinearSystem, noise
+from mpigrad.sparse.solvers.krylov import LinearSystem
 from mpigrad.sparse.solvers.methods import GMRES, INFO, LinearSolver, check_hashable
 from mpigrad.sparse.solvers.nullspace import (
     as_nullspace,
