@@ -106,8 +106,8 @@ def integrate(
         False: all steps have the length dt0, but for the last one before each output time.
     mass
         M: None for the identity, an array like y0 for a diagonal matrix, or a `Matrix` with all
-        diagonal entries. Rows of zeros are algebraic equations (index 1). If y0 does not satisfy
-        them, the first step does.
+        diagonal entries. Rows of zeros are algebraic equations (index 1). y0 must nearly satisfy
+        them: the first step makes it consistent if Newton's method converges from there.
     explicit
         A second slope g(t, y, *args), for dy/dt = f + g, which is not stiff and is treated
         explicitly. It needs a `KenCarp` method, and no `mass`.
