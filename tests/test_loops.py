@@ -1,6 +1,8 @@
 """Time loops: checkpoints change the memory of gradients, but not their values."""
 
 import functools
+import os
+import resource
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +13,7 @@ from mpi4py import MPI
 import mpigrad
 from mpigrad.communicator import Communicator
 from mpigrad.grid import Grid, halo_exchange
-from mpigrad.loops import Budget, history, map_blocks, scan
+from mpigrad.loops import Budget, Files, history, map_blocks, scan
 
 N = 11
 BUDGET = Budget(8)  # two chunks of five steps, and one before them
@@ -51,11 +53,26 @@ def gradients(grid, checkpoints):
     return mpigrad.jit(both)(*operands(grid))
 
 
+@pytest.fixture
+def scratch(comm, tmp_path_factory):
+    directory = comm.mpi.bcast(str(tmp_path_factory.mktemp("scratch")))
+    yield directory
+    comm.mpi.Barrier()
+    assert os.listdir(directory) == []  # files have no name
+
+
+def files(directory):
+    """Return paths through /proc to the open files of states in a directory."""
+    paths = [f"/proc/self/fd/{number}" for number in os.listdir("/proc/self/fd")]
+    names = {path: os.readlink(path) for path in paths if os.path.islink(path)}
+    return [path for path, name in names.items() if name.startswith(f"{directory}/mpigrad-state")]
+
+
 @pytest.mark.ranks(1, 2, 3, 4)
-def test_gradients_do_not_depend_on_checkpoints(comm):
+def test_gradients_do_not_depend_on_checkpoints(comm, scratch):
     grid = Grid((13,), (1.0,), comm)
     expected = gradients(grid, None)
-    mixed = BUDGET if comm.rank == 0 else 3  # ranks may differ
+    mixed = Files(scratch, 3) if comm.rank == comm.size - 1 else BUDGET  # ranks may differ
     for checkpoints in (4, mixed):
         found = gradients(grid, checkpoints)
         for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
@@ -74,7 +91,7 @@ def test_forward_and_reverse_mode(comm):
     mpigrad.dot_test(loop(grid, BUDGET), *operands(grid))
 
 
-def test_second_derivatives_and_batches(comm):
+def test_second_derivatives_and_batches(comm, scratch):
     grid = Grid((7,), (1.0,), comm)
     strength, state, xs = operands(grid, 4)
 
@@ -88,7 +105,8 @@ def test_second_derivatives_and_batches(comm):
         along = jnp.stack([jnp.ones_like(strength), strength])
         return mpigrad.vmap(lambda v: mpigrad.jvp(slope, (strength,), (v,))[1])(along)
 
-    found, expected = (mpigrad.jit(lambda s, c=c: twice(s, c))(strength) for c in (2, None))
+    choice = Files(scratch, 2)
+    found, expected = (mpigrad.jit(lambda s, c=c: twice(s, c))(strength) for c in (choice, None))
     np.testing.assert_allclose(found, expected, rtol=1e-12, atol=1e-14)
 
 
@@ -113,7 +131,7 @@ def test_history_has_all_states(comm):
 
 
 @pytest.mark.ranks(1)
-def test_checkpoints_reduce_memory(comm):
+def test_checkpoints_reduce_memory(comm, scratch):
     grid = Grid((1000,), (1.0,), comm)
 
     def temporary(checkpoints, n):
@@ -134,6 +152,55 @@ def test_checkpoints_reduce_memory(comm):
     smaller = temporary(Budget(24), 400)  # three
     assert smaller < (24 + 15) * state
     assert temporary(Budget(24), 800) < smaller + 5 * state
+    assert temporary(Files(scratch, 10, None), 400) < temporary(None, 10) + 2 * state
+
+
+@pytest.mark.ranks(1, 2)
+def test_states_in_files(comm, scratch):
+    """They are written for gradients only, read in any order, checked, and replaced."""
+    grid = Grid((13,), (1.0,), comm)
+    strength, state, xs = operands(grid)
+    run = loop(grid, Files(scratch, 1))
+    mpigrad.jit(lambda s: run(s, state, xs)[0])(strength)
+    assert files(scratch) == []
+
+    total = lambda s: mpigrad.allreduce(jnp.sum(run(s, state, xs)[0]["v"]), comm=comm)
+    slope = mpigrad.jit(mpigrad.grad(total, comm=comm))
+    expected = slope(strength)
+    (path,) = files(scratch)
+    size = os.path.getsize(path)
+    np.testing.assert_array_equal(slope(strength), expected)
+    assert os.path.getsize(path) == size
+    pull_backs = [mpigrad.vjp(total, scale * strength)[1] for scale in (1, 0.5)]
+    for pull_back in pull_backs:  # the first states are read after the second ones were written
+        found = pull_back(jnp.float64(1))[0]
+    np.testing.assert_allclose(found, slope(0.5 * strength), rtol=1e-12)
+
+
+@pytest.mark.ranks(1)
+def test_damaged_states(comm, scratch):
+    step = lambda u, _: (jnp.sin(u), None)
+    last = lambda u: scan(step, u, 20, checkpoints=Files(scratch, 1))[0]
+    _, pull_back = mpigrad.vjp(last, jnp.ones(512))
+    (path,) = files(scratch)
+    with open(path, "r+b") as file:
+        file.seek(os.path.getsize(path) // 2)
+        file.write(b"damage")
+    with pytest.raises(jax.errors.JaxRuntimeError, match=r"loops.scan, .*test_loops.py:.*damaged"):
+        pull_back(jnp.ones(512))
+
+
+@pytest.mark.ranks(1)
+def test_no_space_for_states(comm, scratch):
+    last = lambda u: scan(lambda u, _: (u * u, None), u, 90, checkpoints=Files(scratch, 9))[0]
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (40_000, limits[1]))  # ten states take more
+    try:
+        with pytest.raises(jax.errors.JaxRuntimeError, match=r"needs 41 kB .*for its file, and"):
+            mpigrad.grad(last)(1.0)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert mpigrad.grad(last)(1.0) == 2.0**90
 
 
 @pytest.mark.ranks(1, 2, 4)

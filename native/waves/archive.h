@@ -15,11 +15,13 @@
 #include <pthread.h>
 #include <signal.h>
 
+#include "storage/scratch_file.h"
 #include "waves/packing.h"
 #include "waves/parallel.h"
-#include "waves/scratch_file.h"
 
 namespace mpigrad::waves {
+
+using storage::ScratchFile;
 
 template <class T>
 class Archive {

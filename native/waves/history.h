@@ -7,10 +7,12 @@
 #include <memory>
 #include <string>
 
+#include "storage/scratch_file.h"
 #include "waves/memory.h"
-#include "waves/scratch_file.h"
 
 namespace mpigrad::waves {
+
+using storage::ScratchFile;
 
 // The chunks of a run of `steps` steps. The state at the beginning of each chunk but the first may be
 // kept. The history of one chunk is stored at a time.
@@ -69,7 +71,9 @@ class Store {
       k = kept_.erase(k);
     }
     while (!file) {
-      file = std::make_unique<ScratchFile>(directory, item_bytes, items);
+      file = std::make_unique<ScratchFile>(directory, "history",
+                                           "Give another directory, a precision or checkpoints.",
+                                           item_bytes, items);
       const auto oldest = std::find_if(kept_.begin(), kept_.end(), [](const Kept& k) { return !!k.file; });
       if (!file->is_full() || oldest == kept_.end()) break;
       kept_.erase(oldest);

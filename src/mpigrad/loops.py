@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 import operator
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -18,10 +20,10 @@ import jax
 import jax.numpy as jnp
 
 from mpigrad.communicator import Communicator
-from mpigrad.extend import has_messages
+from mpigrad.extend import StateFolder, call_site, describe, has_messages
 from mpigrad.operations import assert_replicated
 
-__all__ = ["Budget", "Checkpoints", "history", "map_blocks", "scan"]
+__all__ = ["Budget", "Checkpoints", "Files", "history", "map_blocks", "scan"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,7 +61,70 @@ class Budget:
     states: int
 
 
-Checkpoints = int | Budget | None
+@dataclasses.dataclass(frozen=True)
+class Files:
+    """Checkpoints in files on a disk, for loops whose states do not fit into memory.
+
+    A thread of its own writes the state before every k-th step, and reads it again before the
+    gradient needs it. Each state has a checksum. Files have no name, so nothing is left however
+    the program ends, and their space is reserved before the first step. They are closed with the
+    compiled program.
+
+    Attributes
+    ----------
+    directory
+        An existing directory on a fast disk of the rank's host.
+    every
+        k, the number of steps from one stored state to the next. Default: the square root of the
+        number of steps.
+    inside
+        The checkpoints of the k steps between two states, which are in memory: None, an integer or
+        a `Budget`, as for a loop of k steps. Default: 1, so a step is computed three times.
+
+    Notes
+    -----
+    A program that is not differentiated writes nothing. Three states of each loop are buffered in
+    memory. Derivatives of any order are right; tangents are not stored in files. Received arrays
+    stay in memory (docs/loops.md).
+
+    Examples
+    --------
+    >>> import tempfile
+    >>> import jax.numpy as jnp
+    >>> import mpigrad as mg
+    >>> from mpigrad import loops
+    >>> scratch = loops.Files(tempfile.gettempdir(), every=10)
+    >>> def last(rate):
+    ...     def step(x, _):
+    ...         return x - rate * x, None
+    ...     return loops.scan(step, jnp.ones(()), 100, checkpoints=scratch)[0]
+    >>> round(float(mg.grad(last)(0.01)), 2)
+    -36.97
+    """
+
+    directory: str | os.PathLike[str]
+    every: int | None = None
+    inside: int | Budget | None = 1
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "directory", os.path.abspath(self.directory))
+        if self.every is not None and operator.index(self.every) < 1:
+            raise ValueError(f"loops.Files: every must be at least 1, got {self.every}.")
+        if isinstance(self.inside, Files):
+            raise TypeError("loops.Files: inside must be None, an integer or a Budget, got Files.")
+
+    def folder(self, count: int, name: str, reads: int = 2, *, agrees: bool = False) -> StateFolder:
+        """Return the open files of a loop that stores so many states and reads each so often."""
+        if not (os.path.isdir(self.directory) and os.access(self.directory, os.W_OK)):
+            raise ValueError(
+                f"{name}: the directory of checkpoints, {str(self.directory)!r}, does not exist or "
+                "cannot be written. Give an existing directory on a disk of this host."
+            )
+        head = f"{name}, {describe(call_site())}: "
+        return StateFolder.at(str(self.directory), count, head, reads, agrees)
+
+
+Checkpoints = int | Budget | Files | None
 Step = Callable[[Any, Any], tuple[Any, Any]]
 
 
@@ -95,7 +160,7 @@ def scan(
         derivatives need. Each step is computed once. An integer k: the state before every k-th
         step, and all values of k steps at a time. Each step is computed twice. `Budget(states)`: at
         most so many states, and all values of one step. Each step is computed once more than there
-        are levels. It may differ between ranks.
+        are levels. `Files(directory)`: states in files. It may differ between ranks.
     comm
         The ranks that make these steps together. They compare n before the first step, in one
         small message. Without it n is not compared.
@@ -125,13 +190,14 @@ def scan(
     6.0 [ 1.  9. 36.]
     """
     state = jax.tree.map(jnp.asarray, state)
-    n, lengths = _checked(n, xs, checkpoints)
+    n, files, lengths = _checked(n, xs, checkpoints)
     if n > 0:
         _compare(state, jax.eval_shape(step, state, jax.tree.map(lambda a: a[0], xs)))
     if comm is not None:
         remedy = "Let all ranks make as many steps: decide it on one rank, or by an allreduce."
         assert_replicated(n, comm, what="the number of steps", remedy=remedy)
-    return _run(step, state, xs, n, lengths)
+    folder = None if files is None else files.folder(-(-n // lengths[0]), "loops.scan")
+    return _run(step, state, xs, n, lengths, folder)
 
 
 def history(
@@ -253,14 +319,39 @@ def map_blocks(f: Callable[..., Any], *points: Any, size: int) -> Any:
     return jax.tree.map(lambda a: a.reshape(blocks * length, *a.shape[2:])[:n], results)
 
 
-def _run(step: Step, state: Any, xs: Any, n: int, lengths: tuple[int, ...]) -> tuple[Any, Any]:
-    """Run the loop. `lengths` are the lengths of chunks at each level, 1 for single steps."""
+def _run(
+    step: Step,
+    state: Any,
+    xs: Any,
+    n: int,
+    lengths: tuple[int, ...],
+    folder: Any = None,
+) -> tuple[Any, Any]:
+    """Run the loop. `lengths` are the lengths of chunks at each level, 1 for single steps.
+
+    The states before chunks of the first level are stored in `folder`.
+    """
     if not lengths or n == 0:
         return jax.lax.scan(step, state, xs, length=n)
     length, *inner = lengths
     chunks, rest = divmod(n, length)
-    # In a loop of more than one turn XLA cannot merge the repeated computation with the first one.
-    checkpoint = functools.partial(jax.checkpoint, prevent_cse=chunks == 1)
+
+    def checkpoint(f: Step) -> Step:
+        # In a loop of more than one turn XLA cannot merge the repeated computation with the first.
+        repeated = functools.partial(jax.checkpoint, prevent_cse=chunks == 1)
+        if folder is None:
+            return repeated(f)
+
+        @repeated
+        def read(ticket: Any, state: Any, xs: Any) -> tuple[Any, Any]:
+            leaves, structure = jax.tree.flatten(state)
+            return f(jax.tree.unflatten(structure, folder.recall(ticket, leaves)), xs)
+
+        def stored(state: Any, xs: Any) -> tuple[Any, Any]:
+            return read(folder.withhold(jax.tree.leaves(state)), state, xs)
+
+        return stored
+
     if length == 1:
         return jax.lax.scan(checkpoint(step), state, xs, length=n)
 
@@ -282,7 +373,7 @@ def _run(step: Step, state: Any, xs: Any, n: int, lengths: tuple[int, ...]) -> t
 # ---- the stored states ----
 
 
-def _lengths(n: int, checkpoints: Checkpoints) -> tuple[int, ...]:
+def _lengths(n: int, checkpoints: int | Budget | None) -> tuple[int, ...]:
     """Return the lengths of the chunks at each level."""
     if checkpoints is None:
         return ()
@@ -324,13 +415,19 @@ def _fewest_states(n: int, levels: int) -> tuple[int, tuple[int, ...]]:
 # ---- errors ----
 
 
-def _checked(n: Any, xs: Any, checkpoints: Any) -> tuple[int, tuple[int, ...]]:
+def _checked(n: Any, xs: Any, checkpoints: Any) -> tuple[int, Files | None, tuple[int, ...]]:
+    files = None
     try:
         n = operator.index(n)
-        lengths = _lengths(max(n, 0), checkpoints)
+        if not isinstance(checkpoints, Files):
+            lengths = _lengths(max(n, 0), checkpoints)
+        else:
+            files = checkpoints
+            every = min(files.every or math.isqrt(max(n, 1)), max(n, 1))
+            lengths = (every, *(_lengths(every, files.inside) if every > 1 else ()))
     except TypeError:
         raise TypeError(
-            "loops: n must be an integer, and checkpoints an integer, a Budget or None, got "
+            "loops: n must be an integer, and checkpoints an integer, a Budget, Files or None, got "
             f"n={n!r}, checkpoints={checkpoints!r}"
         ) from None
     if n < 0:
@@ -340,7 +437,7 @@ def _checked(n: Any, xs: Any, checkpoints: Any) -> tuple[int, tuple[int, ...]]:
             raise ValueError(
                 f"loops: xs has shape {jnp.shape(x)}, expected ({n}, ...) for {n} steps"
             )
-    return n, lengths
+    return n, files, lengths
 
 
 def _compare(before: Any, returned: Any) -> None:

@@ -11,11 +11,11 @@ pytestmark = pytest.mark.ranks(1)
 NATIVE = pathlib.Path(__file__).resolve().parents[2] / "native"
 # Each call of fallocate is interrupted, as under a profiler's timer.
 PROGRAM = """
-#include "waves/scratch_file.h"
+#include "storage/scratch_file.h"
 int interrupted = 0;
 extern "C" int fallocate(int, int, off_t, off_t) { ++interrupted; errno = EINTR; return -1; }
 int main(int, char** words) {
-  mpigrad::waves::ScratchFile file(words[1], 8192, 3);
+  mpigrad::storage::ScratchFile file(words[1], "history", "", 8192, 3);
   std::string data(8192, 'x'), back(8192, ' ');
   std::string error = file.error();
   error += file.write(2, data.data());

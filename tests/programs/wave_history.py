@@ -30,7 +30,7 @@ try:
 except Exception as error:
     texts.append(str(error))
 (text,) = texts
-assert f"in '{directory}' for its history, and " in text, text
+assert f"in '{directory}' for its file, and " in text, text
 assert "MB (" in text and "are free there" in text, text
 for _ in range(3):
     own = gradient(100, storage=Storage(directory=directory))

@@ -54,6 +54,7 @@ from mpigrad.operations.norms import noise, root_of_sums, sums_of_squares, two_n
 from mpigrad.operations.primitive import linear_map
 from mpigrad.operations.pytree_packing import arrays, bind_packed
 from mpigrad.operations.reduce_operators import check_op
+from mpigrad.operations.stored_states import StateFolder, known_again
 from mpigrad.operations.v_collectives import (
     NEIGHBOR_TAG,
     check_counts,
@@ -102,6 +103,7 @@ __all__ = [
     "KeptArray",
     "NativeCall",
     "Primitive",
+    "StateFolder",
     "allow_messages_in_rules",
     "alltoall_p",
     "arrays",
@@ -128,6 +130,7 @@ __all__ = [
     "jit_local",
     "keep_in_backward",
     "keep_in_order",
+    "known_again",
     "linear_map",
     "mark_common_branch",
     "name_in_errors",

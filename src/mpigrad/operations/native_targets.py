@@ -19,6 +19,7 @@ from mpigrad.runtime.native import library, native_library
 
 __all__ = [
     "KeptArray",
+    "kernels",
     "rank_value",
     "register_target",
 ]
@@ -52,13 +53,20 @@ _TARGET = "mpigrad_kernels_kept_array"
 
 
 @functools.cache
-def _library() -> Any:
+def kernels() -> Any:
+    """Return the native library mpigrad_kernels."""
     lib: Any = native_library("mpigrad_kernels")
     if lib is None:
         raise ImportError(
             "mpigrad: the native library mpigrad_kernels is missing from this installation. Build "
             "it with `make setup`, or `pip install .`."
         )
+    return lib
+
+
+@functools.cache
+def _library() -> Any:
+    lib = kernels()
     lib.mpigrad_kernels_keep.restype = ctypes.c_int64
     lib.mpigrad_kernels_keep.argtypes = [ctypes.c_void_p, ctypes.c_int64]
     lib.mpigrad_kernels_forget.argtypes = [ctypes.c_int64]

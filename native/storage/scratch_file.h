@@ -1,5 +1,5 @@
 // A file of items of one size in a directory of the user, with a checksum of each item. It is unlinked as
-// soon as it is open, so nothing is left however the process ends.
+// soon as it is open, so nothing is left however the process ends. `what` names the content in errors.
 #pragma once
 
 #include <cerrno>
@@ -14,7 +14,7 @@
 #include <sys/statvfs.h>
 #include <unistd.h>
 
-namespace mpigrad::waves {
+namespace mpigrad::storage {
 
 // "1.23 GB"
 inline std::string size_text(double bytes) {
@@ -53,13 +53,13 @@ inline uint64_t checksum(const char* data, int64_t bytes, uint64_t seed) {
 
 class ScratchFile {
  public:
-  // Reserves the space of all items, if the file system can.
-  ScratchFile(std::string directory, int64_t item_bytes, int64_t items)
+  ScratchFile(std::string directory, const char* what, const char* remedy, int64_t item_bytes, int64_t items)
       : directory_(std::move(directory)),
+        what_(what),
+        remedy_(remedy),
         item_bytes_(item_bytes),
-        pitch_((item_bytes + kPage - 1) / kPage * kPage),
-        checksums_(items) {
-    std::string path = directory_ + "/mpigrad-history-XXXXXX";
+        pitch_((item_bytes + kPage - 1) / kPage * kPage) {
+    std::string path = directory_ + "/mpigrad-" + what_ + "-XXXXXX";
     file_ = mkostemp(path.data(), O_CLOEXEC);
     if (file_ < 0) {
       error_ = "cannot create a file in '" + directory_ + "': " + std::strerror(errno) +
@@ -67,7 +67,7 @@ class ScratchFile {
       return;
     }
     unlink(path.c_str());
-    reserve();
+    error_ = grow(items);
   }
   ~ScratchFile() {
     if (file_ >= 0) close(file_);
@@ -80,17 +80,26 @@ class ScratchFile {
   bool is_full() const { return full_; }
   bool fits(const std::string& directory, int64_t item_bytes, int64_t items) const {
     return error_.empty() && directory == directory_ && item_bytes == item_bytes_ &&
-           items == static_cast<int64_t>(checksums_.size());
+           items == this->items();
   }
 
+  int64_t items() const { return static_cast<int64_t>(checksums_.size()); }
+
   // These return an error, or an empty text.
+
+  // Reserves the space of so many items, if the file system can. After an error there are as many as before.
+  std::string grow(int64_t items) {
+    std::string error = reserve(items);
+    if (error.empty()) checksums_.resize(items);
+    return error;
+  }
   std::string write(int64_t item, const char* data) {
     checksums_[item] = checksum(data, item_bytes_, item);
     for (int64_t done = 0; done < item_bytes_;) {
       const ssize_t n = pwrite(file_, data + done, item_bytes_ - done, item * pitch_ + done);
       if (n < 0 && errno == EINTR) continue;
       if (n <= 0)
-        return "cannot write a history to a file in '" + directory_ +
+        return "cannot write a " + what_ + " to a file in '" + directory_ +
                "': " + std::strerror(n ? errno : ENOSPC) + ". Free space, or give another directory.";
       done += n;
     }
@@ -101,12 +110,12 @@ class ScratchFile {
       const ssize_t n = pread(file_, data + done, item_bytes_ - done, item * pitch_ + done);
       if (n < 0 && errno == EINTR) continue;
       if (n <= 0)
-        return "cannot read a history from a file in '" + directory_ +
+        return "cannot read a " + what_ + " from a file in '" + directory_ +
                "': " + (n ? std::strerror(errno) : "the file is too short") + ". Run again.";
       done += n;
     }
     if (checksum(data, item_bytes_, item) == checksums_[item]) return "";
-    return "a history in a file in '" + directory_ +
+    return "a " + what_ + " in a file in '" + directory_ +
            "' was damaged: the checksum of an item differs. Check the disk, or give another directory.";
   }
 
@@ -114,38 +123,39 @@ class ScratchFile {
   static constexpr int64_t kPage = 4096;
   static constexpr int kTries = 16;
 
-  void reserve() {
-    const int64_t needed = pitch_ * static_cast<int64_t>(checksums_.size());
+  std::string reserve(int64_t items) {
+    const int64_t begin = pitch_ * this->items(), needed = pitch_ * items - begin;
     int code = 0;
+    full_ = false;
+    if (needed <= 0) return "";
 #ifdef __linux__
     // A call that a signal interrupts begins again. Under a profiler's timer a long one would never end.
     for (int i = 0; i < kTries; ++i) {
-      code = fallocate(file_, 0, 0, needed) ? errno : 0;
+      code = fallocate(file_, 0, begin, needed) ? errno : 0;
       if (code != EINTR) break;
     }
 #else
     code = EOPNOTSUPP;
 #endif
-    if (!code) return;
-    if (ftruncate(file_, 0)) code = errno;  // gives back a part
+    if (!code) return "";
+    if (ftruncate(file_, begin)) code = errno;  // gives back a part
     struct statvfs there;
     const bool known = fstatvfs(file_, &there) == 0;
     const double free = known ? static_cast<double>(there.f_bavail) * there.f_frsize : 0;
     const bool unsupported =
         code == EOPNOTSUPP || code == ENOSYS || code == EINVAL || code == EINTR;
-    if (unsupported && (!known || free >= needed)) return;
+    if (unsupported && (!known || free >= needed)) return "";
     full_ = unsupported || code == ENOSPC || code == EDQUOT || code == EFBIG;
-    error_ = "needs " + size_text(needed) + " (" + std::to_string(needed) + " bytes) in '" +
-             directory_ + "' for its history, and " + size_text(free) + " are free there" +
-             (full_ && code != EFBIG ? "" : std::string(": ") + std::strerror(code)) +
-             ". Give another directory, a precision or checkpoints.";
+    return "needs " + size_text(needed) + " (" + std::to_string(needed) + " bytes) in '" + directory_ +
+           "' for its file, and " + size_text(free) + " are free there" +
+           (full_ && code != EFBIG ? "" : std::string(": ") + std::strerror(code)) + ". " + remedy_;
   }
 
-  std::string directory_, error_;
+  std::string directory_, what_, remedy_, error_;
   int64_t item_bytes_, pitch_;
   std::vector<uint64_t> checksums_;
   int file_ = -1;
   bool full_ = false;
 };
 
-}  // namespace mpigrad::waves
+}  // namespace mpigrad::storage

@@ -1,0 +1,184 @@
+"""States of loops in files: written by a differentiated program, and read again by its gradient.
+
+Also values that are known again when a gradient needs them, and need no memory until then.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import os
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from mpigrad.operations import _jax_compat as compat
+from mpigrad.operations._jax_compat import Primitive, ShapedArray, ad, batching, mlir
+from mpigrad.operations.native_targets import kernels, register_target
+
+__all__ = ["StateFolder", "known_again"]
+
+
+@functools.cache
+def _library() -> Any:
+    lib = kernels()
+    lib.mpigrad_kernels_open_states.restype = ctypes.c_int64
+    lib.mpigrad_kernels_open_states.argtypes = [ctypes.c_char_p]
+    lib.mpigrad_kernels_close_states.argtypes = [ctypes.c_int64]
+    register_target("mpigrad_kernels_put_state", lib)
+    register_target("mpigrad_kernels_get_state", lib)
+    return lib
+
+
+class StateFolder:
+    """Files without names in a directory, which are closed with this object and its programs.
+
+    A state is a sequence of arrays. `withhold` and `recall` do nothing in a program that is not
+    differentiated. Otherwise they are `put` and `get`. What follows `recall` or `get` needs the
+    ticket of the state and not its values, so XLA keeps no memory for them.
+
+    Parameters
+    ----------
+    directory
+        An existing directory.
+    count
+        The number of states for which space is reserved at a time.
+    head
+        The operation and its line, for errors. They are errors of this rank: other ranks learn of
+        them from the guard. With `agrees`, a ticket of -1 stands for a state that was not written.
+    reads
+        The number of reads of a state after which no gradient needs it.
+    """
+
+    def __init__(
+        self, directory: str, count: int, head: str, reads: int = 2, agrees: bool = False
+    ) -> None:
+        self.directory, self.count, self.head = directory, count, head
+        self.reads, self.agrees = reads, agrees
+        self.number = _library().mpigrad_kernels_open_states(os.fsencode(directory))
+        weakref.finalize(self, _library().mpigrad_kernels_close_states, self.number).atexit = False
+
+    @staticmethod
+    def at(*settings: Any) -> StateFolder:
+        """Return the folder with these parameters: one for each, while a program uses it."""
+        folder = _folders.get(settings)
+        if folder is None:
+            folder = _folders[settings] = StateFolder(*settings)
+        return folder
+
+    def withhold(self, state: Sequence[Any]) -> Any:
+        """Return the ticket of a state for `recall`, of int32."""
+        return _withhold_p.bind(*state, folder=self)
+
+    def recall(self, ticket: Any, state: Sequence[Any]) -> list[Any]:
+        """Return the state that was withheld."""
+        return _recall_p.bind(ticket, *state, folder=self)
+
+    def put(self, state: Sequence[Any]) -> Any:
+        """Write a state, and return its ticket, of int32."""
+        return _put_p.bind(*state, folder=self)
+
+    def get(self, ticket: Any, like: Sequence[Any]) -> list[Any]:
+        """Read a state. Its tangents are those of `like`, whose values are not used."""
+        return _get_p.bind(ticket, *like, folder=self)
+
+
+_folders: weakref.WeakValueDictionary[tuple[Any, ...], StateFolder] = weakref.WeakValueDictionary()
+
+
+def _put(*state: Any, folder: StateFolder) -> Any:
+    call = jax.ffi.ffi_call("mpigrad_kernels_put_state", jax.ShapeDtypeStruct((), "int32"))
+    numbers = {name: np.int64(getattr(folder, name)) for name in ("number", "count", "reads")}
+    return call(*state, **numbers, head="" if folder.agrees else folder.head)
+
+
+def _get(ticket: Any, *state: Any, folder: StateFolder) -> Any:
+    shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in state]
+    call = jax.ffi.ffi_call("mpigrad_kernels_get_state", shapes)
+    return call(ticket, number=np.int64(folder.number), head=folder.head)
+
+
+def _primitive(name: str, run: Callable[..., Any], gets: bool) -> Primitive:
+    """Make a primitive (ticket, *state) -> state if it gets one, else (*state) -> ticket."""
+    primitive = Primitive(f"mpigrad_{name}")
+    primitive.multiple_results = gets
+
+    def program(folder: StateFolder) -> Any:
+        return jax.jit(lambda *operands: primitive.bind(*operands, folder=folder))
+
+    def lower(ctx: Any, *operands: Any, folder: StateFolder) -> Any:
+        ctx.module_context.add_keepalive(folder)  # the program may outlive the loop
+        rule = mlir.lower_fun(functools.partial(run, folder=folder), multiple_results=gets)
+        return rule(ctx, *operands)
+
+    def batch(operands: Sequence[Any], dims: Sequence[Any], folder: StateFolder) -> Any:
+        moved = [
+            x if d is None else jnp.moveaxis(x, d, 0) for x, d in zip(operands, dims, strict=True)
+        ]
+        results = primitive.bind(*moved, folder=folder)
+        after = [d if d is None else 0 for d in dims[1:]]
+        return results, after if gets else None
+
+    def shapes(*avals: Any, folder: StateFolder) -> Any:
+        states = [ShapedArray(a.shape, a.dtype) for a in avals[1:]]
+        return states if gets else ShapedArray((), np.dtype("int32"))
+
+    primitive.def_impl(lambda *operands, folder: program(folder)(*operands))
+    primitive.def_abstract_eval(shapes)
+    compat.register_lowering(primitive, lower)
+    batching.primitive_batchers[primitive] = batch
+    return primitive
+
+
+compat.hold_weakly(StateFolder)
+_put_p = _primitive("put_state", _put, gets=False)
+_get_p = _primitive("get_state", _get, gets=True)
+_withhold_p = _primitive("withhold", lambda *state, folder: jnp.zeros((), "int32"), gets=False)
+_recall_p = _primitive("recall", lambda ticket, *state, folder: state, gets=True)
+
+
+def _put_jvp(state: Sequence[Any], tangents: Sequence[Any], folder: StateFolder) -> Any:
+    ticket = folder.put(state)
+    return ticket, ad.Zero(compat.tangent_aval(ticket))
+
+
+def _get_jvp(operands: Sequence[Any], tangents: Sequence[Any], folder: StateFolder) -> Any:
+    ticket, *state = operands
+    return folder.get(ticket, state), list(tangents[1:])
+
+
+def known_again(value: Any, x: Any) -> Any:
+    """Return `value`, which equals x, with the tangents of x.
+
+    What follows does not need the values of x, so XLA keeps no memory for them.
+    """
+    return _known_p.bind(value, x)
+
+
+def _known_batch(operands: Sequence[Any], dims: Sequence[Any]) -> Any:
+    n = next(x.shape[d] for x, d in zip(operands, dims, strict=True) if d is not None)
+    value, x = (
+        jnp.broadcast_to(x, (n, *x.shape)) if d is None else jnp.moveaxis(x, d, 0)
+        for x, d in zip(operands, dims, strict=True)
+    )
+    return _known_p.bind(value, x), 0
+
+
+def _known_jvp(operands: Sequence[Any], tangents: Sequence[Any]) -> Any:
+    return _known_p.bind(*operands), tangents[1]
+
+
+_known_p = Primitive("mpigrad_known_again")
+_known_p.def_impl(lambda value, x: value)
+_known_p.def_abstract_eval(lambda value, x: ShapedArray(value.shape, value.dtype))
+compat.register_lowering(_known_p, lambda ctx, value, x: [value])
+batching.primitive_batchers[_known_p] = _known_batch
+ad.primitive_jvps[_known_p] = _known_jvp
+for _primitive_ in (_put_p, _withhold_p):
+    ad.primitive_jvps[_primitive_] = _put_jvp
+for _primitive_ in (_get_p, _recall_p):
+    ad.primitive_jvps[_primitive_] = _get_jvp
