@@ -70,6 +70,7 @@ class Result(enum.IntEnum):
     INCONSISTENT = 18, "the right-hand side is not in the range of the singular matrix"
     WRONG_NULLSPACE = 19, "the given vectors are not a null space of the matrix"
     STEP_TOO_SMALL = 20, "a time step became too small"
+    NOT_STORED = 21, "a state could not be written to a file"
 
 
 @jax.tree_util.register_dataclass

@@ -1,5 +1,7 @@
 """Reaction and diffusion over ranks, compared with the same program on one rank."""
 
+import resource
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,6 +13,7 @@ import mpigrad as mg
 from helpers import close
 from mpigrad import ode, sparse
 from mpigrad.grid import Grid, halo_exchange
+from mpigrad.loops import Files
 from mpigrad.solution import Result
 
 SHAPE = (6, 5)
@@ -132,9 +135,8 @@ def test_taylor(comm):
 def test_dot_taylor_in_the_state_and_hessian_vector_product(comm):
     model, share = fixed_steps(comm)
     start = model.tile(START)
-    states = lambda w: (
-        ode.integrate(args=(RATES,), y0=w, ts=TS, **ways(model)["pattern"] | EXACT).value
-    )
+    options = ways(model)["pattern"] | EXACT
+    states = lambda w: ode.integrate(args=(RATES,), y0=w, ts=TS, **options).value
     mg.dot_test(states, start, comm=comm, rtol=1e-10)
     mg.taylor_test(lambda w: share(w, RATES)[0], start, comm=comm, step=1e-3, halvings=2)
 
@@ -157,6 +159,45 @@ def test_derivative_in_forward_mode_is_that_in_reverse_mode():
     _, along = mg.jit(lambda: mg.jvp(end, (3.0, ts), (1.0, np.array([0.0, 0.0, 1.0]))))()
     close(along, slopes[0] + slopes[1][2], 1e-7)
     close(slopes[1][1], 0.0 * slopes[1][1], 1e-3)  # an output time in between changes nothing
+
+
+@pytest.mark.parametrize("order", [1, 2])
+@pytest.mark.cases("1", reason="the second derivative takes as long again")
+@pytest.mark.long("an adaptive loop and its derivative")
+def test_event(comm, order):
+    """The sum over ranks falls to a threshold c at t = log(sum / c) / k."""
+    start = jnp.asarray(1.0 + np.arange(comm.rank + 2))
+    total = comm.mpi.allreduce(float(jnp.sum(start)))
+
+    def sums(y):
+        return mg.allreduce(jnp.sum(y), comm=comm)
+
+    def end(p):
+        return ode.integrate(
+            lambda t, y, k, c: -k * y, start, np.array([0.0, 0.2, 9.0]), tuple(p), ode.KenCarp4(),
+            event=lambda t, y, k, c: sums(y) - c, rtol=1e-7, atol=1e-9, comm=comm, max_steps=100,
+        )  # fmt: skip
+
+    def share(p):
+        solution = end(p)
+        return solution.stats["time"] / comm.size, solution
+
+    k, c = 0.5, 0.7 * total
+    t = np.log(total / c) / k
+    slope = mg.grad(share, replicated=0, has_aux=True, comm=comm)
+    if order == 1:
+        compiled = mg.jit(slope)
+        first, solution = compiled(np.array([k, c]))
+        assert solution.result == Result.SUCCESSFUL
+        close(solution.stats["time"], t, 1e-6)
+        close(sums(solution.value[-1]), c, 1e-8)
+        close(solution.value[1], np.exp(-0.1) * start, 1e-5)
+        close(first, np.array([-t / k, -1 / (k * c)]), 1e-5)
+        np.testing.assert_array_equal(compiled(np.array([1e-3, c]))[0], 0.0)  # no event
+    else:
+        along = lambda p: mg.jvp(lambda p: slope(p)[0], (p,), (jnp.array([1.0, 0.0]),))[1]
+        second = mg.jit(along)(np.array([k, c]))
+        close(second, np.array([2 * t / k**2, 1 / (k**2 * c)]), 1e-4)
 
 
 # ---- methods ----
@@ -319,6 +360,32 @@ def test_algebraic_unknowns_are_made_consistent():
     close(end.value[-1], np.exp(-0.2) * np.array([1.0, 2.0]), 1e-3)
 
 
+@pytest.mark.long("the gradient of an adaptive loop")
+def test_stages_in_files(comm, tmp_path_factory):
+    """The gradient has the same bits as with stages in memory. The disk of one rank may fail."""
+    scratch = comm.mpi.bcast(str(tmp_path_factory.mktemp("scratch")))
+    model = Brusselator(comm)
+    start, options = model.tile(START), {**ways(model)["matrix-free"], "throw": False}
+
+    def slope(checkpoints):
+        share = model.loss({**options, "checkpoints": checkpoints})
+        gradient = lambda r, ts: share(start, r, ts)
+        return mg.jit(mg.grad(gradient, has_aux=True, replicated=0, comm=comm))
+
+    expected, _ = slope(None)(RATES, TS)
+    in_files = slope(Files(scratch))
+    assert in_files(RATES, 1e-6 * TS)[1].stats["num_steps"] < 8  # in the space that is reserved
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    if comm.rank == comm.size - 1:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (36_000, limits[1]))
+    found, end = in_files(RATES, TS)
+    resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert end.result == Result.NOT_STORED
+    assert end.stats["num_steps"] == 8
+    np.testing.assert_array_equal(found, 0 * expected)
+    np.testing.assert_array_equal(in_files(RATES, TS)[0], expected)
+
+
 @pytest.mark.ranks(1)
 def test_states_before_a_failure_are_returned():
     f = lambda t, y: jnp.where(t > 1.2, jnp.nan, -y)
@@ -355,6 +422,9 @@ def test_states_before_a_failure_are_returned():
         ({"pattern": sparse.Pattern.from_coo([0, 1], [1, 0], 2)}, "diagonal entries"),
         ({"max_steps": 0}, "max_steps must be positive"),
         ({"linear_rtol": 2.0}, "linear_rtol must lie"),
+        ({"event": lambda t, y, k: y}, "event must return a number"),
+        ({"checkpoints": 4}, "must be None or loops.Files"),
+        ({"checkpoints": Files("/none")}, "does not exist"),
     ],
 )
 def test_bad_input(options, words):

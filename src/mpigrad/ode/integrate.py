@@ -19,12 +19,13 @@ from mpigrad.communicator import Communicator, resolve
 from mpigrad.extend import (
     CARRIER,
     Activity,
+    StateFolder,
     as_array,
     call_site,
     carrier,
     constants_as_operands,
     describe,
-    mark_common_branch,
+    has_messages,
     opaque_zero,
     primitive,
     set_carrier,
@@ -32,9 +33,10 @@ from mpigrad.extend import (
 )
 from mpigrad.ode.methods import Kvaerno3, Method
 from mpigrad.ode.problem import Problem, Traced
+from mpigrad.ode.recorded_steps import march
 from mpigrad.ode.steps import INFO, require_success, run
-from mpigrad.solution import Solution
-from mpigrad.sparse import BiCGStab, Jacobi, LinearSolver, Matrix, Pattern, newton, sparse_jacobian
+from mpigrad.solution import Result, Solution
+from mpigrad.sparse import BiCGStab, Jacobi, LinearSolver, Matrix, Pattern, sparse_jacobian
 
 __all__ = ["integrate"]
 
@@ -58,7 +60,9 @@ def integrate(
     adaptive: bool = True,
     mass: Any = None,
     explicit: Callable[..., Any] | None = None,
+    event: Callable[..., Any] | None = None,
     max_steps: int = 256,
+    checkpoints: loops.Files | None = None,
     throw: bool = True,
     comm: Communicator | None = None,
 ) -> Solution:
@@ -111,9 +115,17 @@ def integrate(
     explicit
         A second slope g(t, y, *args), for dy/dt = f + g, which is not stiff and is treated
         explicitly. It needs a `KenCarp` method, and no `mass`.
+    event
+        event(t, y, *args) -> a number, the same on all ranks: compute it from a reduction. The
+        integration ends when its sign changes, at the latest at ts[-1]. Later output times then
+        have the state at the event. The length of the step to it is found by trial, to a hundredth
+        of the tolerance. Its derivatives are those of the implicit function theorem, of first and
+        second order.
     max_steps
         The largest number of steps, with the rejected ones. Derivatives store the stages of so many
-        steps.
+        steps in memory.
+    checkpoints
+        `loops.Files(directory)`: derivatives store the stages of all steps in files.
     throw
         Raise an error on every rank if the integration fails. With `throw=False`, look at
         `Solution.result`: states after the failure are NaN, and their derivatives are zero.
@@ -125,7 +137,7 @@ def integrate(
     -------
     A `Solution`: `value` has the states at `ts`, shape (k, *y0.shape). `stats`, the same on all
     ranks, has `num_steps`, `num_rejected`, `num_newton_steps`, `num_linear_steps`, `num_jacobians`,
-    and the `time` that was reached.
+    and the `time` that was reached, that of the event for instance. It is differentiable.
 
     Raises
     ------
@@ -200,11 +212,15 @@ def integrate(
             assert pattern is not None
             _check_pattern("pattern of the jacobian", pattern, flat, comm)
         comm = pattern.comm
+    end, end_constants = None, []
+    if event is not None:
+        end, end_constants = Traced.of(_as_number(event, y0, structure), ts[0], flat, *leaves)
     kind, mass_values = _mass(mass, y0, comm)
     problem = Problem(
         traced,
         g,
         J,
+        end,
         kind,
         pattern,
         resolve(comm),
@@ -215,11 +231,13 @@ def integrate(
         float(atol),
         float(linear_rtol),
         int(max_steps),
+        _folder(checkpoints, has_messages(traced.jaxpr.effects)),
     )
-    ys, info, *_ = integrate_p.bind(
+    ys, time, info, *_ = integrate_p.bind(
         *f_constants,
         *g_constants,
         *J_constants,
+        *end_constants,
         *mass_values,
         *leaves,
         flat,
@@ -236,7 +254,7 @@ def integrate(
     return Solution(
         value=ys.reshape(ts.shape[0], *y0.shape),
         result=info[0].astype("int32"),
-        stats={**dict(zip(names, counts, strict=True)), "time": info[2]},
+        stats={**dict(zip(names, counts, strict=True)), "time": time},
     )
 
 
@@ -245,6 +263,35 @@ def _chosen(solver: LinearSolver | None, pattern: Pattern | None, dtype: Any) ->
     if pattern is None:
         return (solver or BiCGStab(rtol=rtol)).for_function
     return (solver or BiCGStab(rtol=rtol, preconditioner=Jacobi())).for_matrix
+
+
+def _as_number(event: Callable[..., Any], y0: Any, structure: Any) -> Callable[..., Any]:
+    """Return the event as a function of t, a flat y and the leaves of its arguments."""
+
+    def value(t: Any, y: Any, *leaves: Any) -> Any:
+        v = as_array(event(t, y.reshape(y0.shape), *jax.tree.unflatten(structure, leaves)))
+        if v.shape != () or v.dtype != y0.dtype:
+            _fail(
+                ValueError,
+                f"event must return a number of {y0.dtype}, got {v.dtype}{list(v.shape)}. Return, "
+                "for instance, the mpigrad.allreduce of a sum, minus a threshold.",
+            )
+        return v
+
+    return value
+
+
+def _folder(checkpoints: Any, messages: bool) -> StateFolder | None:
+    if checkpoints is None:
+        return None
+    if not isinstance(checkpoints, loops.Files) or checkpoints.every is not None:
+        _fail(
+            TypeError,
+            f"checkpoints must be None or loops.Files(directory), got {checkpoints!r}. All steps "
+            "are stored, so leave out `every`.",
+        )
+    # The steps are taken again to send their messages, and then back.
+    return checkpoints.folder(8, "ode.integrate", 2 if messages else 1, agrees=True)
 
 
 def _mass(mass: Any, y0: Any, comm: Communicator | None) -> tuple[Pattern | str, list[Any]]:
@@ -347,7 +394,7 @@ def _check_numbers(
         _fail(ValueError, f"max_steps must be positive, got {max_steps}. Give 256, for instance.")
 
 
-# ---- the primitive: (operands of the problem..., y0, ts, dt0, carrier) -> ys, info, record ----
+# ---- the primitive: (operands of the problem..., y0, ts, dt0, carrier) -> ys, time, info, record
 
 
 def _shapes(*operands: Any, problem: Problem, record: bool, **_: Any) -> list[Any]:
@@ -355,8 +402,9 @@ def _shapes(*operands: Any, problem: Problem, record: bool, **_: Any) -> list[An
     n, dtype, s = y0.shape[0], y0.dtype, problem.method.stages
     length = problem.max_steps if record else 0
     shapes = [
-        ((ts.shape[0], n), dtype), ((INFO,), dtype), ((length,), dtype), ((length,), dtype),
-        ((length,), "int32"), ((length, s - 1, n), dtype),
+        ((ts.shape[0], n), dtype), ((), dtype), ((INFO,), dtype),
+        ((length,), dtype), ((length,), dtype), ((length,), "int32"),
+        ((length, s - 1, n), dtype) if problem.folder is None else ((length,), "int32"),
     ]  # fmt: skip
     return [jax.ShapeDtypeStruct(*each) for each in shapes]
 
@@ -367,7 +415,7 @@ def _run(*operands: Any, problem: Problem, record: bool, throw: bool, site: int)
         outcome = run(problem, parameters, y0, ts, dt0, record)
         if throw:
             require_success(outcome.info, ts, f"ode.integrate, {describe(site)}: ", problem)
-    return outcome.ys, outcome.info, *outcome.record
+    return outcome.ys, outcome.info[2], outcome.info, *outcome.record
 
 
 def _differentiate(
@@ -376,20 +424,23 @@ def _differentiate(
     """Return the primal results, the residuals of the tangent map, and the tangent map."""
     problem: Problem = params["problem"]
     results = integrate_p.bind(*operands, **{**params, "record": True})
-    ys, info, *record = results
+    ys, time, info, *record = results
     every, a = list(operands[:-1]), operands[-1]
     # All tangents of the linear program vary: JAX cannot transpose a scan in which one is constant.
     varying = [i for i in range(len(every) - 1) if activity.operands[i]]  # not dt0
     link = a + opaque_zero(ys, CARRIER)  # active on every rank on which ys is
 
-    def marched(link: Any, *values: Any) -> Any:
+    def marched(link: Any, *values: Any) -> tuple[Any, Any]:
         changed = list(every)
         for i, value in zip(varying, values, strict=True):
             changed[i] = value
         *parameters, y0, ts, _ = changed
         with set_carrier(link):
-            states = _march(problem, parameters, y0, ts, record)
-        return jnp.where((info[2] >= ts)[:, None], states, jnp.nan)  # as ys: no derivative
+            states, end = march(problem, parameters, y0, ts, record)
+        # What was not reached has no derivative.
+        successful = info[0] == Result.SUCCESSFUL
+        states = jnp.where((successful | (info[2] >= ts))[:, None], states, jnp.nan)
+        return states, jnp.where(successful, end, info[2])
 
     values = [every[i] for i in varying]
     _, derivative = jax.linearize(marched, link, *values)
@@ -398,84 +449,11 @@ def _differentiate(
     def tangent(constants: Any, tangents: Sequence[Any]) -> list[Any]:
         changes, ta = [tangents[i] for i in varying], tangents[-1]
         ta = opaque_zero(changes[0], CARRIER) if ta is None else ta
-        return [eval_jaxpr(moved, (), *constants, ta, *changes)[0], *[None] * 5]
+        return [*eval_jaxpr(moved, (), *constants, ta, *changes), *[None] * 5]
 
     if not params["record"]:
-        results = [ys, info, *(r[:0] for r in record)]
+        results = [ys, time, info, *(r[:0] for r in record)]
     return results, constants, tangent
-
-
-def _march(
-    problem: Problem, parameters: Sequence[Any], y0: Any, ts: Any, record: Sequence[Any]
-) -> Any:
-    """Take the recorded steps, and return the states at ts."""
-    lengths, starts, intervals, stages = record
-    method, dtype = problem.method, y0.dtype
-    below, nodes = jnp.asarray(method.below_diagonal(), dtype), jnp.asarray(method.nodes(), dtype)
-    explicit = None if problem.g is None else jnp.asarray(method.explicit_rows(), dtype)
-    single = ts.shape[0] == 2
-
-    def one(y: Any, length: Any, start: Any, interval: Any, known: Any) -> Any:
-        begin = ts[interval]
-        width = ts[interval + 1] - begin
-        h, t = length * width, begin + start * width
-        my = problem.mass_times(y, parameters)
-        empty = jnp.zeros((method.stages, y.shape[0]), dtype)
-        first = problem.consistent(problem.slope(t, y, parameters), parameters)
-        slopes = empty.at[0].set(first)
-        others = empty[:0]
-        if explicit is not None:
-            others = empty.at[0].set(problem.explicit_slope(t, y, parameters))
-
-        def stage(carry: Any, row: Any) -> Any:
-            slopes, others, i, _ = carry
-            weights, more, node, guess = row
-            base = my + h * (weights @ slopes)
-            if explicit is not None:
-                base = base + h * (more @ others)
-            time, scale = t + node * h, h * method.diagonal
-
-            def residual(y: Any, base: Any, time: Any, scale: Any) -> Any:
-                f = problem.slope(time, y, parameters)
-                return problem.mass_times(y, parameters) - base - scale * f
-
-            def matrix(y: Any, base: Any, time: Any, scale: Any) -> Any:
-                return problem.system(problem.jacobian(time, y, parameters), scale, parameters)
-
-            y = newton(
-                residual,
-                guess,
-                problem.solver,
-                (base, time, scale),
-                jacobian=None if problem.pattern is None else matrix,
-                atol=np.inf,
-                comm=None if problem.pattern is not None else problem.comm,
-            ).value
-            slopes = slopes.at[i + 1].set(problem.slope(time, y, parameters))
-            if explicit is not None:
-                others = others.at[i + 1].set(problem.explicit_slope(time, y, parameters))
-            return (slopes, others, i + 1, y), None
-
-        extra = below if explicit is None else explicit[:-1]
-        start_ = (slopes, others, jnp.zeros((), "int32"), y)
-        (slopes, others, _, y), _ = jax.lax.scan(stage, start_, (below, extra, nodes, known))
-        if explicit is not None:
-            y = y + h * (explicit[-1] @ others)
-        return y
-
-    def step(y: Any, row: Any) -> Any:
-        y = jax.lax.cond(row[0] > 0, mark_common_branch(one), lambda y, *_: y, y, *row)
-        return y, None if single else y
-
-    y, states = loops.scan(
-        step, y0, problem.max_steps, (lengths, starts, intervals, stages), checkpoints=1
-    )
-    if single:
-        return jnp.stack([y0, y])
-    count = jnp.sum(
-        (lengths > 0)[None] & (intervals[None] <= jnp.arange(ts.shape[0] - 1)[:, None]), axis=1
-    )
-    return jnp.concatenate([y0[None], states[jnp.maximum(count - 1, 0)]])
 
 
 integrate_p = primitive(
@@ -483,6 +461,6 @@ integrate_p = primitive(
     shapes=_shapes,
     run=_run,
     differentiate=_differentiate,
-    undifferentiated=(1, 2, 3, 4, 5),
+    undifferentiated=(2, 3, 4, 5, 6),
     batch="map",
 )

@@ -12,8 +12,9 @@ import numpy as np
 from jax.core import eval_jaxpr
 
 from mpigrad.communicator import Communicator
-from mpigrad.extend import constants_as_operands, outer_carrier, set_carrier
+from mpigrad.extend import StateFolder, constants_as_operands, outer_carrier, set_carrier
 from mpigrad.ode.methods import Method
+from mpigrad.operations import allreduce
 from mpigrad.sparse import LinearSolver, Matrix, Operator, Pattern
 
 __all__ = ["Problem", "Traced"]
@@ -54,13 +55,14 @@ class Traced:
 class Problem:
     """M dy/dt = f(t, y) + g(t, y) with its Jacobian df/dy, and how it is integrated.
 
-    The operands of its functions are the constants of f, g and the Jacobian, the values of M, and
-    the leaves of the user's arguments, in this order.
+    The operands of its functions are the constants of f, g, the Jacobian and the event, the values
+    of M, and the leaves of the user's arguments, in this order.
     """
 
     f: Traced
     g: Traced | None
     J: Traced | None
+    end: Traced | None  # the event
     mass: Pattern | str  # "identity", "diagonal", or the pattern of a matrix
     pattern: Pattern | None
     comm: Communicator
@@ -71,30 +73,38 @@ class Problem:
     atol: float
     linear_rtol: float
     max_steps: int
+    folder: StateFolder | None  # of the stages for the derivative, None: in memory
 
     def _split(self, operands: Sequence[Any]) -> tuple[list[Any], ...]:
         ends = [self.f.n_constants]
-        ends.append(ends[-1] + (self.g.n_constants if self.g else 0))
-        ends.append(ends[-1] + (self.J.n_constants if self.J else 0))
+        for part in (self.g, self.J, self.end):
+            ends.append(ends[-1] + (part.n_constants if part else 0))
         ends.append(ends[-1] + (self.mass != "identity"))
         return tuple(list(operands[a:b]) for a, b in zip([0, *ends], [*ends, None], strict=True))
 
     def slope(self, t: Any, y: Any, operands: Sequence[Any], link: Any = None) -> Any:
         """Return f(t, y)."""
-        constants, _, _, _, leaves = self._split(operands)
+        constants, *_, leaves = self._split(operands)
         return self.f(outer_carrier() if link is None else link, constants, t, y, *leaves)
 
     def explicit_slope(self, t: Any, y: Any, operands: Sequence[Any]) -> Any:
         """Return g(t, y)."""
         assert self.g is not None
-        _, constants, _, _, leaves = self._split(operands)
+        _, constants, *_, leaves = self._split(operands)
         return self.g(outer_carrier(), constants, t, y, *leaves)
 
     def jacobian(self, t: Any, y: Any, operands: Sequence[Any]) -> Any:
         """Return the values of df/dy on the pattern."""
         assert self.J is not None
-        _, _, constants, _, leaves = self._split(operands)
+        _, _, constants, *_, leaves = self._split(operands)
         return self.J(outer_carrier(), constants, t, y, *leaves)
+
+    def event(self, t: Any, y: Any, operands: Sequence[Any]) -> Any:
+        """Return the value of the event, the mean over ranks."""
+        assert self.end is not None
+        *_, constants, _, leaves = self._split(operands)
+        value = self.end(outer_carrier(), constants, t, y, *leaves)
+        return allreduce(value, comm=self.comm) / self.comm.size
 
     def along(self, t: Any, y: Any, operands: Sequence[Any]) -> Callable[[Any], Any]:
         """Return v -> df/dy v. Every message has its derivative, even if f ignores y here."""
@@ -111,14 +121,14 @@ class Problem:
         """Return M y."""
         if self.mass == "identity":
             return y
-        (values,) = self._split(operands)[3]
+        (values,) = self._split(operands)[4]
         return values * y if self.mass == "diagonal" else Matrix(self._matrix, values) @ y
 
     def consistent(self, slope: Any, operands: Sequence[Any]) -> Any:
         """Return the slope with zeros in algebraic equations, which a solution satisfies."""
         if self.mass == "identity":
             return slope
-        (values,) = self._split(operands)[3]
+        (values,) = self._split(operands)[4]
         if self.mass != "diagonal":
             values = Matrix(self._matrix, jnp.abs(values)) @ jnp.ones_like(slope)
         return jnp.where(values == 0, 0, slope)
@@ -132,10 +142,10 @@ class Problem:
         """Return M - scale df/dy for the values J of df/dy."""
         assert self.pattern is not None
         if isinstance(self.mass, Pattern):
-            (values,) = self._split(operands)[3]
+            (values,) = self._split(operands)[4]
             return Matrix(self.mass, values) - scale * Matrix(self.pattern, J)
         ones = jnp.ones(self.pattern.n_local, J.dtype)
-        diagonal = ones if self.mass == "identity" else self._split(operands)[3][0]
+        diagonal = ones if self.mass == "identity" else self._split(operands)[4][0]
         return Matrix(self.pattern, (-scale * J).at[self.pattern.diagonal_index].add(diagonal))
 
     def operator(self, t: Any, y: Any, scale: Any, operands: Sequence[Any]) -> Operator:

@@ -48,8 +48,9 @@ class Outcome(NamedTuple):
         Jacobians. At last the error of the last step, in parts of the tolerance.
     record
         For each step its length and start, in parts of its interval between output times, the
-        number of the interval, and the stages, shape (max_steps, stages - 1, n). Empty arrays
-        without a record. Steps that were not taken have the length zero.
+        number of the interval, and the stages, shape (max_steps, stages - 1, n). If they are in
+        files, the tickets of the first state and the stages instead. Empty arrays without a record.
+        Steps that were not taken have the length zero. That of the step to the event is negative.
     """
 
     ys: jax.Array
@@ -72,8 +73,19 @@ class _State(NamedTuple):
     error: jax.Array
     cause: jax.Array
     result: jax.Array
+    event: tuple[_Bracket, ...]
     ys: jax.Array
     record: tuple[jax.Array, ...]
+
+
+class _Bracket(NamedTuple):
+    """Two lengths of a step between which the event is, and its values there."""
+
+    low: jax.Array
+    value_low: jax.Array
+    high: jax.Array  # zero: no step has passed the event
+    value_high: jax.Array
+    side: jax.Array  # the end that was moved at last: -1 or 1
 
 
 class _Stages(NamedTuple):
@@ -239,22 +251,45 @@ def run(problem: Problem, operands: Sequence[Any], y0: Any, ts: Any, dt0: Any, r
         found = k.cause == Result.SUCCESSFUL
         finite = jnp.isfinite(error)
         accept = found & finite & ((error <= 1) | (not problem.adaptive))
+        brackets, trial = state.event, h
+        seeks = ends = jnp.zeros((), bool)  # steps are tried that end at the event; this one does
+        if problem.end is not None:
+            value = problem.event(state.t + h, y, operands)
+            bracket, trial, ends = _narrow(state.event[0], accept, state.t, h, value, problem.rtol)
+            seeks = found & finite & ~ends & (bracket.high > 0)
+            ends, accept = accept & ends, accept & ~seeks
+            brackets = (bracket,)
+        known, lost = k.ys, jnp.zeros((), bool)
+        if record and (folder := problem.folder) is not None:
+            known = jax.lax.cond(
+                accept,
+                lambda *states: folder.put(states),
+                lambda *_: jnp.zeros((), integer),
+                state.y,
+                k.ys,
+            )
+            lost = rms_norm(jnp.where(known < 0, jnp.ones(1, dtype), 0), comm) > 0
+            ends, accept = ends & ~lost, accept & ~lost
 
         is_new = ~state.keep | state.fresh  # the Jacobian is that of t and y
         next_h = _next_step(problem, state.h, h, last, error, found, finite, accept, is_new)
+        next_h = jnp.where(seeks, trial, next_h)
         cause = jnp.where(
             found, jnp.where(finite, Result.MAX_STEPS_REACHED, Result.NOT_FINITE), k.cause
         )
-        cause = jnp.where(accept, state.cause, cause).astype(integer)
+        cause = jnp.where(accept | seeks, state.cause, cause).astype(integer)
 
         t = jnp.where(accept, jnp.where(last, end, state.t + h), state.t)
         hit = accept & last
         slot = state.counts[0]
         ys = state.ys.at[state.interval + 1].set(jnp.where(hit, y, state.ys[state.interval + 1]))
+        if problem.end is not None:
+            later = jnp.arange(ts.shape[0])[:, None] > state.interval
+            ys = jnp.where(ends & later, y, ys)
         saved = state.record
         if record:
             width = end - begin
-            row = (h / width, (state.t - begin) / width, state.interval, k.ys)
+            row = (jnp.where(ends, -h, h) / width, (state.t - begin) / width, state.interval, known)
             saved = tuple(
                 all.at[slot].set(one.astype(all.dtype)) for all, one in zip(saved, row, strict=True)
             )
@@ -279,17 +314,18 @@ def run(problem: Problem, operands: Sequence[Any], y0: Any, ts: Any, dt0: Any, r
             ]
         )
         counts = state.counts + change.astype(integer)
-        complete = interval == ts.shape[0] - 1
+        complete = ends | (interval == ts.shape[0] - 1)
         result = jnp.where(
             counts[0] + counts[1] >= problem.max_steps, Result.MAX_STEPS_REACHED, RUNNING
         )
-        small = ~accept & (next_h < tiny * jnp.maximum(jnp.abs(t), first_h))
+        small = ~accept & ~seeks & (next_h < tiny * jnp.maximum(jnp.abs(t), first_h))
         result = jnp.where(small, Result.STEP_TOO_SMALL, result)
         curable = (k.cause < _LINEAR) | functools.reduce(
             jnp.logical_or, [k.cause == _LINEAR + reason for reason in _CURABLE]
         )
         result = jnp.where(curable, result, Result.LINEAR_SOLVE_FAILED)
         result = jnp.where(wrong, Result.WRONG_JACOBIAN, result)
+        result = jnp.where(lost, Result.NOT_STORED, result)
         result = jnp.where(complete, Result.SUCCESSFUL, result).astype(integer)
         return _State(
             interval.astype(integer),
@@ -306,6 +342,7 @@ def run(problem: Problem, operands: Sequence[Any], y0: Any, ts: Any, dt0: Any, r
             error,
             cause,
             result,
+            brackets,
             ys,
             saved,
         )
@@ -317,14 +354,20 @@ def run(problem: Problem, operands: Sequence[Any], y0: Any, ts: Any, dt0: Any, r
     nnz = 0 if problem.pattern is None else problem.pattern.nnz
     at = (ts[0], y0) if problem.pattern is None else ()
     length = problem.max_steps if record else 0
+    event = ()
+    if problem.end is not None:
+        zero = jnp.zeros((), dtype)
+        value = problem.event(ts[0], y0, operands)
+        event = (_Bracket(zero, value, zero, zero, jnp.zeros((), integer)),)
     start = _State(
         jnp.zeros((), integer), ts[0], y0, slope, h, jnp.zeros(nnz, dtype), at,
         jnp.zeros((), bool), jnp.zeros((), bool), jnp.ones((), dtype), jnp.zeros(5, integer),
         jnp.zeros((), dtype), jnp.zeros((), integer),
-        jnp.where(finite, RUNNING, Result.NOT_FINITE).astype(integer),
+        jnp.where(finite, RUNNING, Result.NOT_FINITE).astype(integer), event,
         jnp.full((ts.shape[0], n), jnp.nan, dtype).at[0].set(y0),
         (jnp.zeros(length, dtype), jnp.zeros(length, dtype), jnp.zeros(length, integer),
-         jnp.zeros((length, s - 1, n), dtype)),
+         jnp.zeros((length, s - 1, n), dtype) if problem.folder is None
+         else jnp.zeros(length, integer)),
     )  # fmt: skip
     end = jax.lax.while_loop(lambda state: state.result == RUNNING, step, start)
     info = [end.result, end.cause, end.t, end.h, *end.counts, end.error]
@@ -352,6 +395,31 @@ def _next_step(
     after = h * jnp.where(found & finite, factor, jnp.where(again, 1.0, 0.25))
     # The last step before an output time may have been much shorter than planned.
     return jnp.where(accept & last, jnp.maximum(after, planned), after)
+
+
+def _narrow(
+    old: _Bracket, good: Any, t: Any, h: Any, value: Any, rtol: float
+) -> tuple[_Bracket, Any, Any]:
+    """Return the bracket after a step of length h, the next length to try, and whether h will do.
+
+    The method is that of Illinois (Dowell & Jarratt, BIT 11, 1971). A step that does not reach the
+    event is accepted, and the next bracket starts at its end.
+    """
+    known = old.high > 0
+    passes = (old.value_low * value < 0) | ((value == 0) & (old.value_low != 0))
+    side = jnp.where(passes, 1, -1)
+    again = known & (side == old.side)
+    low = jnp.where(passes, old.low, jnp.where(known, h, 0.0))
+    value_low = jnp.where(passes, jnp.where(again, 0.5, 1.0) * old.value_low, value)
+    high = jnp.where(passes, h, old.high)
+    value_high = jnp.where(passes, value, jnp.where(again, 0.5, 1.0) * old.value_high)
+    part = value_low / jnp.where(value_low == value_high, 1.0, value_low - value_high)
+    trial = low + jnp.clip(part, 0.0, 1.0) * (high - low)
+    tolerance = 0.01 * rtol * high + 16 * jnp.finfo(h.dtype).eps * jnp.abs(t)
+    ends = good & (high > 0) & (jnp.abs(trial - h) <= tolerance)
+    new = _Bracket(low, value_low, high, value_high, side.astype(old.side.dtype))
+    new = jax.tree.map(lambda a, b: jnp.where(good, a, b), new, old)
+    return new, jnp.where(good, trial, h), ends
 
 
 def _first_step(
@@ -400,6 +468,15 @@ def require_success(info: Any, ts: Any, head: str, problem: Problem) -> None:
         f"{head}{Result.WRONG_JACOBIAN.message} f: along a random vector they differ, at t = {{}}. "
         "The pattern lacks entries, or `jacobian` is wrong. Raise reach of sparse.find_pattern, or "
         "leave both out.",
+        t,
+        comm=comm,
+    )
+    folder = problem.folder
+    require(
+        result != Result.NOT_STORED,
+        f"{head}{Result.NOT_STORED.message} in {'' if folder is None else folder.directory!r}, at "
+        "t = {}. Free space there, or give checkpoints=loops.Files another directory. "
+        "integrate(..., throw=False) returns what was computed.",
         t,
         comm=comm,
     )
