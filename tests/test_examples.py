@@ -18,6 +18,7 @@ LONG = {
     "echoes": "tests/waves/acoustic",
     "gray_scott": "tests/ode",
     "hyperelastic_block": "tests/fem/test_laws.py and test_fem_derivatives.py",
+    "leak": "tests/ode",
     "learned_law": "tests/fem/test_laws.py and test_fem_derivatives.py",
     "lynx_hare": "tests/jobs and tests/applications/population",
     "moving_source": "tests/fem/test_stepping.py and test_observation.py",
