@@ -178,6 +178,20 @@ def test_states_in_files(comm, scratch):
 
 
 @pytest.mark.ranks(1)
+def test_states_in_files_of_batched_choices_and_inner_gradients(comm, scratch):
+    def results(checkpoints):
+        def last(u):
+            return scan(lambda u, _: (1.3 * jnp.sin(u), None), u, 8, checkpoints=checkpoints)[0]
+
+        choice = lambda u: jax.lax.cond(u > 0, last, lambda u: 2 * u, u)
+        after = lambda u: last(u - 0.1 * jax.grad(last)(u - 0.1 * jax.grad(last)(u)))
+        batch = jax.vmap(jax.grad(choice))(jnp.array([-1.0, 0.3, 0.5]))
+        return *batch, jax.jit(jax.grad(after))(0.7)
+
+    np.testing.assert_allclose(results(Files(scratch, 2)), results(None), rtol=1e-12)
+
+
+@pytest.mark.ranks(1)
 def test_damaged_states(comm, scratch):
     step = lambda u, _: (jnp.sin(u), None)
     last = lambda u: scan(step, u, 20, checkpoints=Files(scratch, 1))[0]

@@ -1,9 +1,10 @@
-// States of time loops in files, from the forward run to its gradient. A state has a ticket, and its place
-// in the file is used again after so many reads as a gradient takes. If a later derivative still needs a
-// state whose place was used again, that is an error. A thread writes the states, and reads those that
-// come next.
+// States of time loops in files, from the forward run to its gradient. A state has a ticket. Its place in
+// the file is used again when its adjoint was computed, or its tangent in a program without adjoints. A
+// state whose place was used again cannot be read. A thread writes the states, and reads those that come
+// next.
 #include <algorithm>
 #include <array>
+#include <atomic>
 #include <condition_variable>
 #include <cstdint>
 #include <cstring>
@@ -36,9 +37,11 @@ using Pieces = std::vector<std::pair<char*, int64_t>>;  // the arrays of a state
 // The states of one size.
 class States {
  public:
-  States(const std::string& directory, int64_t bytes)
-      : file_(directory, "state", "Give another directory, or store fewer states.", bytes, 0),
-        error_(file_.error()) {
+  States(const std::string& directory, int64_t bytes, std::atomic<int32_t>& last)
+      : last_(last),
+        file_(directory, "state", "Give another directory, or store fewer states.", bytes, 0),
+        broken_(file_.error()),
+        error_(broken_) {
     for (Buffer& buffer : buffers_) buffer.data.resize(bytes);
     if (!error_.empty()) return;
     sigset_t all, old;  // signals are for the threads of the program
@@ -47,7 +50,7 @@ class States {
     try {
       mover_ = std::thread([this] { move_states(); });
     } catch (const std::system_error&) {
-      error_ = "cannot start a thread that writes states. Raise the limit of threads (ulimit -u).";
+      error_ = broken_ = "cannot start a thread that writes states. Raise the limit of threads (ulimit -u).";
     }
     pthread_sigmask(SIG_SETMASK, &old, nullptr);
   }
@@ -62,14 +65,14 @@ class States {
     mover_.join();
   }
 
-  // Stores a state of a loop that stores `count` of them. Its place is free after `reads` reads. An error is
-  // returned as a text.
-  std::string put(const Pieces& pieces, int64_t count, int64_t reads, int32_t* ticket) {
+  // Stores a state of a loop. The last `own` states are of the same loop, and new places are made for `count`
+  // states at a time. An error is returned as a text.
+  std::string put(const Pieces& pieces, int64_t own, int64_t count, int32_t* ticket) {
     const std::lock_guard<std::mutex> turn(turn_);
     std::unique_lock<std::mutex> lock(mutex_);
     int64_t place = 0;
-    if (error_.empty()) error_ = find_place(lock, count, &place);
-    if (!error_.empty()) return std::exchange(error_, file_.error());
+    if (error_.empty()) error_ = find_place(lock, own, count, &place);
+    if (!error_.empty()) return std::exchange(error_, broken_);
     Buffer& buffer = idle_buffer(lock);
     buffer.ticket = 0;
     char* to = buffer.data.data();
@@ -78,35 +81,41 @@ class States {
       to += bytes;
     }
     place_of_.erase(places_[place].ticket);
-    last_ = last_ % 0x7ffffff0 + 1;
-    places_[place] = {last_, reads, 0};
-    place_of_[last_] = place;
-    buffer.ticket = *ticket = last_;
+    buffer.ticket = *ticket = ++last_;
+    places_[place] = {*ticket, false};
+    place_of_[*ticket] = place;
     post(buffer, true);
     return "";
+  }
+
+  // Frees the place of a state, and returns whether it is here.
+  bool pass(int32_t ticket) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    const auto found = place_of_.find(ticket);
+    if (found != place_of_.end()) places_[found->second].free = true;
+    return found != place_of_.end();
   }
 
   std::string get(const Pieces& pieces, int32_t ticket) {
     const std::lock_guard<std::mutex> turn(turn_);
     std::unique_lock<std::mutex> lock(mutex_);
     Buffer* buffer = find_buffer(ticket);
-    const auto place = place_of_.find(ticket);
     if (!buffer) {
-      if (place == place_of_.end())
-        return "the place of a stored state was used again. Free space on the disk of the directory.";
+      if (!place_of_.count(ticket))
+        return "a stored state is needed again, but its place in the file was given to another one. Give "
+               "checkpoints=loops.Budget, or a disk with more space.";
       buffer = &idle_buffer(lock);
       buffer->ticket = ticket;
       post(*buffer, false);
     }
     // A state that is being written can be read already.
     changed_.wait(lock, [&] { return !buffer->reads; });
-    if (!error_.empty()) return std::exchange(error_, file_.error());
+    if (!error_.empty()) return std::exchange(error_, broken_);
     const char* from = buffer->data.data();
     for (const auto& [to, bytes] : pieces) {
       std::memcpy(to, from, bytes);
       from += bytes;
     }
-    if (place != place_of_.end()) ++places_[place->second].reads;
     const int32_t next = ticket + (ticket < previous_ ? -1 : 1);
     previous_ = ticket;
     if (place_of_.count(next) && !find_buffer(next))
@@ -120,7 +129,7 @@ class States {
  private:
   struct Place {
     int32_t ticket = 0;
-    int64_t needed = 0, reads = 0;
+    bool free = true;
   };
   struct Buffer {
     std::vector<char> data;
@@ -135,20 +144,16 @@ class States {
     bool writes;
   };
 
-  // An unused place, that of the oldest state that was read by a gradient, or else a new one. On a full disk,
-  // that of the oldest state of an earlier loop that was read: perhaps no gradient will need it.
-  std::string find_place(std::unique_lock<std::mutex>& lock, int64_t count, int64_t* found) {
-    const auto oldest = [&](bool free, int32_t newest) {
+  // A free place, or else a new one. On a full disk that of the oldest state of an earlier loop: it may have
+  // failed, or no gradient comes.
+  std::string find_place(std::unique_lock<std::mutex>& lock, int64_t own, int64_t count, int64_t* found) {
+    const auto oldest = [&](auto may_go) {
       int64_t best = -1;
-      for (int64_t i = 0; i < file_.items(); ++i) {
-        const Place& place = places_[i];
-        const int64_t needed = free ? place.needed : 1;
-        if (place.ticket && (place.reads < needed || place.ticket > newest)) continue;
-        if (best < 0 || place.ticket < places_[best].ticket) best = i;
-      }
+      for (int64_t i = 0; i < file_.items(); ++i)
+        if (may_go(places_[i]) && (best < 0 || places_[i].ticket < places_[best].ticket)) best = i;
       return best;
     };
-    *found = oldest(true, last_);
+    *found = oldest([](const Place& place) { return place.free; });
     if (*found >= 0) return "";
     changed_.wait(lock, [this] { return jobs_.empty() && !moving_; });
     const std::string error = file_.grow(file_.items() + std::max<int64_t>(count, 1));
@@ -157,7 +162,8 @@ class States {
       places_.resize(file_.items());
       return "";
     }
-    if (file_.is_full()) *found = oldest(false, static_cast<int32_t>(last_ - count));
+    const int64_t last = last_ - own;
+    if (file_.is_full()) *found = oldest([&](const Place& place) { return place.ticket <= last; });
     return *found < 0 ? error : "";
   }
 
@@ -209,15 +215,16 @@ class States {
     }
   }
 
-  std::mutex turn_;   // of the program's calls
-  std::mutex mutex_;  // of all below
+  std::atomic<int32_t>& last_;  // ticket
+  std::mutex turn_;             // of the program's calls
+  std::mutex mutex_;            // of all below
   ScratchFile file_;
-  std::string error_;
+  std::string broken_, error_;  // for good, and of the next call
   std::vector<Place> places_;
   std::unordered_map<int32_t, int64_t> place_of_;  // by ticket
   std::array<Buffer, 3> buffers_;
   int64_t uses_ = 0;
-  int32_t last_ = 0, previous_ = 0;
+  int32_t previous_ = 0;
   std::condition_variable changed_;
   std::deque<Job> jobs_;
   bool moving_ = false, ended_ = false;
@@ -227,11 +234,12 @@ class States {
 // The files of one loop of a program: one for each size of its state, which `vmap` changes.
 struct Folder {
   std::string directory;
+  std::atomic<int32_t> last{0};  // ticket
   std::map<int64_t, std::shared_ptr<States>> files;
 };
 
 std::mutex mutex;
-std::unordered_map<int64_t, Folder> folders;
+std::unordered_map<int64_t, std::shared_ptr<Folder>> folders;
 // Programs name folders by number, as they name structures (sparse/kernels.cc).
 int64_t next_number = 1;
 
@@ -239,8 +247,8 @@ std::shared_ptr<States> states_of(int64_t number, int64_t bytes) {
   const std::lock_guard<std::mutex> guard(mutex);
   const auto folder = folders.find(number);
   if (folder == folders.end()) return nullptr;
-  std::shared_ptr<States>& states = folder->second.files[bytes];
-  if (!states) states = std::make_shared<States>(folder->second.directory, bytes);
+  std::shared_ptr<States>& states = folder->second->files[bytes];
+  if (!states) states = std::make_shared<States>(folder->second->directory, bytes, folder->second->last);
   return states;
 }
 
@@ -256,12 +264,25 @@ ffi::Error result(std::string_view head, const std::string& error) {
   return ffi::Error(ffi::ErrorCode::kResourceExhausted, std::string(head) + error);
 }
 
+// A batch has one state. Where a batched choice did not take the loop, the ticket is 0.
+ffi::Error one_of(ffi::Buffer<ffi::S32> tickets, int32_t* ticket) {
+  *ticket = 0;
+  for (size_t i = 0; i < tickets.element_count(); ++i) {
+    const int32_t other = tickets.typed_data()[i];
+    if (other && *ticket && other != *ticket)
+      return ffi::Error::InvalidArgument(
+          "A batch has several states in files. Loop over it by jax.lax.map, or give checkpoints=loops.Budget.");
+    if (other) *ticket = other;
+  }
+  return ffi::Error::Success();
+}
+
 ffi::Error missing() {
   return ffi::Error::InvalidArgument("Files of states are missing. Report this as a bug of mpigrad.");
 }
 
-ffi::Error put(ffi::RemainingArgs arrays, ffi::Result<ffi::Buffer<ffi::S32>> ticket, int64_t number,
-               int64_t count, int64_t reads, std::string_view head) {
+ffi::Error put(ffi::Buffer<ffi::S32> own, ffi::RemainingArgs arrays, ffi::Result<ffi::Buffer<ffi::S32>> ticket, int64_t number,
+               int64_t count, std::string_view head) {
   const bool agrees = head.empty();  // the program looks at the ticket, and raises an error on all ranks
   Pieces pieces;
   for (size_t i = 0; i < arrays.size(); ++i) {
@@ -271,12 +292,12 @@ ffi::Error put(ffi::RemainingArgs arrays, ffi::Result<ffi::Buffer<ffi::S32>> tic
   }
   const auto states = states_of(number, size_of(pieces));
   if (!states) return missing();
-  const std::string error = states->put(pieces, count, reads, ticket->typed_data());
+  const std::string error = states->put(pieces, *own.typed_data(), count, ticket->typed_data());
   if (!error.empty() && agrees) *ticket->typed_data() = -1;
   return agrees ? ffi::Error::Success() : result(head, error);
 }
 
-ffi::Error get(ffi::Buffer<ffi::S32> ticket, ffi::RemainingRets arrays, int64_t number, std::string_view head) {
+ffi::Error get(ffi::Buffer<ffi::S32> tickets, ffi::RemainingRets arrays, int64_t number, std::string_view head) {
   Pieces pieces;
   for (size_t i = 0; i < arrays.size(); ++i) {
     auto array = arrays.get<ffi::AnyBuffer>(i);
@@ -285,19 +306,46 @@ ffi::Error get(ffi::Buffer<ffi::S32> ticket, ffi::RemainingRets arrays, int64_t 
   }
   const auto states = states_of(number, size_of(pieces));
   if (!states) return missing();
-  return result(head, states->get(pieces, *ticket.typed_data()));
+  int32_t ticket;
+  if (const ffi::Error error = one_of(tickets, &ticket); error.failure()) return error;
+  if (ticket) return result(head, states->get(pieces, ticket));
+  for (const auto& [to, bytes] : pieces) std::memset(to, 0, bytes);  // nothing uses them
+  return ffi::Error::Success();
+}
+
+ffi::Error pass(ffi::Buffer<ffi::S32> tickets, ffi::AnyBuffer x, ffi::Result<ffi::AnyBuffer> y,
+                int64_t number) {
+  int32_t ticket;
+  if (const ffi::Error error = one_of(tickets, &ticket); error.failure()) return error;
+  {
+    const std::lock_guard<std::mutex> guard(mutex);
+    const auto folder = folders.find(number);
+    if (folder == folders.end()) return missing();
+    for (const auto& file : folder->second->files)
+      if (file.second->pass(ticket)) break;
+  }
+  if (y->untyped_data() != x.untyped_data()) std::memcpy(y->untyped_data(), x.untyped_data(), x.size_bytes());
+  return ffi::Error::Success();
 }
 
 }  // namespace
 
+MPIGRAD_EXPORT XLA_FFI_Error* mpigrad_kernels_pass_state(XLA_FFI_CallFrame*);
+XLA_FFI_DEFINE_HANDLER_SYMBOL(mpigrad_kernels_pass_state, pass,
+                              ffi::Ffi::Bind()
+                                  .Arg<ffi::Buffer<ffi::S32>>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Ret<ffi::AnyBuffer>()
+                                  .Attr<int64_t>("number"));
+
 MPIGRAD_EXPORT XLA_FFI_Error* mpigrad_kernels_put_state(XLA_FFI_CallFrame*);
 XLA_FFI_DEFINE_HANDLER_SYMBOL(mpigrad_kernels_put_state, put,
                               ffi::Ffi::Bind()
+                                  .Arg<ffi::Buffer<ffi::S32>>()
                                   .RemainingArgs()
                                   .Ret<ffi::Buffer<ffi::S32>>()
                                   .Attr<int64_t>("number")
                                   .Attr<int64_t>("count")
-                                  .Attr<int64_t>("reads")
                                   .Attr<std::string_view>("head"));
 
 MPIGRAD_EXPORT XLA_FFI_Error* mpigrad_kernels_get_state(XLA_FFI_CallFrame*);
@@ -309,12 +357,14 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(
 // Files in a directory, until `close`.
 MPIGRAD_EXPORT int64_t mpigrad_kernels_open_states(const char* directory) {
   const std::lock_guard<std::mutex> guard(mutex);
-  folders[++next_number].directory = directory;
+  const auto folder = std::make_shared<Folder>();
+  folder->directory = directory;
+  folders.emplace(++next_number, folder);
   return next_number;
 }
 
 MPIGRAD_EXPORT void mpigrad_kernels_close_states(int64_t number) {
-  Folder folder;
+  std::shared_ptr<Folder> folder;  // destroyed after the lock
   const std::lock_guard<std::mutex> guard(mutex);
   if (const auto found = folders.find(number); found != folders.end()) {
     std::swap(folder, found->second);

@@ -121,7 +121,7 @@ class Files:
                 "cannot be written. Give an existing directory on a disk of this host."
             )
         head = f"{name}, {describe(call_site())}: "
-        return StateFolder.at(str(self.directory), count, head, reads, agrees)
+        return StateFolder.at(str(self.directory), count, head, agrees)
 
 
 Checkpoints = int | Budget | Files | None

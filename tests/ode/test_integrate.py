@@ -200,6 +200,25 @@ def test_event(comm, order):
         close(second, np.array([2 * t / k**2, 1 / (k**2 * c)]), 1e-4)
 
 
+@pytest.mark.ranks(1)
+def test_events_that_are_hard_to_find():
+    """Just before an output time, and behind a pulse that short steps see and long ones do not."""
+    near = ode.integrate(
+        lambda t, y: -jnp.ones_like(y), np.ones(2), np.array([0.0, 1.0]), adaptive=False, dt0=0.1,
+        event=lambda t, y: 1e-200 * (y[0] - 5e-4),
+    )  # fmt: skip
+    close(near.stats["time"], 0.9995, 1e-12)
+    pulse = lambda t, y: -y + 250 * jnp.exp(-(((t - 8.363503739945136) / 0.0064088938962) ** 2))
+    behind = ode.integrate(
+        pulse,
+        np.ones(1),
+        np.array([0.0, 10.0]),
+        rtol=1e-4,
+        event=lambda t, y: t - 8.372172556558661,
+    )
+    close(behind.stats["time"], 8.372172556558661, 1e-7)
+
+
 # ---- methods ----
 
 

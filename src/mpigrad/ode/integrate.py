@@ -25,7 +25,6 @@ from mpigrad.extend import (
     carrier,
     constants_as_operands,
     describe,
-    has_messages,
     opaque_zero,
     primitive,
     set_carrier,
@@ -231,7 +230,7 @@ def integrate(
         float(atol),
         float(linear_rtol),
         int(max_steps),
-        _folder(checkpoints, has_messages(traced.jaxpr.effects)),
+        _folder(checkpoints),
     )
     ys, time, info, *_ = integrate_p.bind(
         *f_constants,
@@ -281,7 +280,7 @@ def _as_number(event: Callable[..., Any], y0: Any, structure: Any) -> Callable[.
     return value
 
 
-def _folder(checkpoints: Any, messages: bool) -> StateFolder | None:
+def _folder(checkpoints: Any) -> StateFolder | None:
     if checkpoints is None:
         return None
     if not isinstance(checkpoints, loops.Files) or checkpoints.every is not None:
@@ -290,8 +289,7 @@ def _folder(checkpoints: Any, messages: bool) -> StateFolder | None:
             f"checkpoints must be None or loops.Files(directory), got {checkpoints!r}. All steps "
             "are stored, so leave out `every`.",
         )
-    # The steps are taken again to send their messages, and then back.
-    return checkpoints.folder(8, "ode.integrate", 2 if messages else 1, agrees=True)
+    return checkpoints.folder(8, "ode.integrate", agrees=True)
 
 
 def _mass(mass: Any, y0: Any, comm: Communicator | None) -> tuple[Pattern | str, list[Any]]:

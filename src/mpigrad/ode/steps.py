@@ -81,6 +81,7 @@ class _State(NamedTuple):
 class _Bracket(NamedTuple):
     """Two lengths of a step between which the event is, and its values there."""
 
+    start: jax.Array  # the value without a step
     low: jax.Array
     value_low: jax.Array
     high: jax.Array  # zero: no step has passed the event
@@ -219,7 +220,8 @@ def run(problem: Problem, operands: Sequence[Any], y0: Any, ts: Any, dt0: Any, r
     def step(state: _State) -> _State:
         begin, end = ts[state.interval], ts[state.interval + 1]
         remaining = end - state.t
-        last = state.h * slack >= remaining
+        seeking = state.event[0].high > 0 if state.event else jnp.zeros((), bool)
+        last = state.h * jnp.where(seeking, 1.0, slack) >= remaining
         h = jnp.where(last, remaining, state.h)
 
         wrong, jacobian, at = jnp.zeros((), bool), state.jacobian, state.at
@@ -263,7 +265,7 @@ def run(problem: Problem, operands: Sequence[Any], y0: Any, ts: Any, dt0: Any, r
         if record and (folder := problem.folder) is not None:
             known = jax.lax.cond(
                 accept,
-                lambda *states: folder.put(states),
+                lambda *states: folder.put(states, state.counts[0]),
                 lambda *_: jnp.zeros((), integer),
                 state.y,
                 k.ys,
@@ -358,7 +360,7 @@ def run(problem: Problem, operands: Sequence[Any], y0: Any, ts: Any, dt0: Any, r
     if problem.end is not None:
         zero = jnp.zeros((), dtype)
         value = problem.event(ts[0], y0, operands)
-        event = (_Bracket(zero, value, zero, zero, jnp.zeros((), integer)),)
+        event = (_Bracket(value, zero, value, zero, zero, jnp.zeros((), integer)),)
     start = _State(
         jnp.zeros((), integer), ts[0], y0, slope, h, jnp.zeros(nnz, dtype), at,
         jnp.zeros((), bool), jnp.zeros((), bool), jnp.ones((), dtype), jnp.zeros(5, integer),
@@ -403,10 +405,12 @@ def _narrow(
     """Return the bracket after a step of length h, the next length to try, and whether h will do.
 
     The method is that of Illinois (Dowell & Jarratt, BIT 11, 1971). A step that does not reach the
-    event is accepted, and the next bracket starts at its end.
+    event is accepted, and the next bracket starts at its end. After a step that is not good, the
+    search begins anew.
     """
     known = old.high > 0
-    passes = (old.value_low * value < 0) | ((value == 0) & (old.value_low != 0))
+    signs = jnp.sign(old.start) * jnp.sign(value)
+    passes = (signs < 0) | ((value == 0) & (old.start != 0))
     side = jnp.where(passes, 1, -1)
     again = known & (side == old.side)
     low = jnp.where(passes, old.low, jnp.where(known, h, 0.0))
@@ -417,9 +421,11 @@ def _narrow(
     trial = low + jnp.clip(part, 0.0, 1.0) * (high - low)
     tolerance = 0.01 * rtol * high + 16 * jnp.finfo(h.dtype).eps * jnp.abs(t)
     ends = good & (high > 0) & (jnp.abs(trial - h) <= tolerance)
-    new = _Bracket(low, value_low, high, value_high, side.astype(old.side.dtype))
-    new = jax.tree.map(lambda a, b: jnp.where(good, a, b), new, old)
-    return new, jnp.where(good, trial, h), ends
+    start = jnp.where(high > 0, old.start, value)
+    new = _Bracket(start, low, value_low, high, value_high, side.astype(old.side.dtype))
+    zero = jnp.zeros_like(h)
+    anew = _Bracket(old.start, zero, old.start, zero, zero, old.side)
+    return jax.tree.map(lambda a, b: jnp.where(good, a, b), new, anew), trial, ends
 
 
 def _first_step(

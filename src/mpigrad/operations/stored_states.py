@@ -31,6 +31,7 @@ def _library() -> Any:
     lib.mpigrad_kernels_close_states.argtypes = [ctypes.c_int64]
     register_target("mpigrad_kernels_put_state", lib)
     register_target("mpigrad_kernels_get_state", lib)
+    register_target("mpigrad_kernels_pass_state", lib)
     return lib
 
 
@@ -50,15 +51,10 @@ class StateFolder:
     head
         The operation and its line, for errors. They are errors of this rank: other ranks learn of
         them from the guard. With `agrees`, a ticket of -1 stands for a state that was not written.
-    reads
-        The number of reads of a state after which no gradient needs it.
     """
 
-    def __init__(
-        self, directory: str, count: int, head: str, reads: int = 2, agrees: bool = False
-    ) -> None:
-        self.directory, self.count, self.head = directory, count, head
-        self.reads, self.agrees = reads, agrees
+    def __init__(self, directory: str, count: int, head: str, agrees: bool = False) -> None:
+        self.directory, self.count, self.head, self.agrees = directory, count, head, agrees
         self.number = _library().mpigrad_kernels_open_states(os.fsencode(directory))
         weakref.finalize(self, _library().mpigrad_kernels_close_states, self.number).atexit = False
 
@@ -78,22 +74,28 @@ class StateFolder:
         """Return the state that was withheld."""
         return _recall_p.bind(ticket, *state, folder=self)
 
-    def put(self, state: Sequence[Any]) -> Any:
-        """Write a state, and return its ticket, of int32."""
-        return _put_p.bind(*state, folder=self)
+    def put(self, state: Sequence[Any], own: Any = None) -> Any:
+        """Write a state, and return its ticket, of int32.
+
+        The last `own` states, by default `count`, never give way to it on a full disk.
+        """
+        own = jnp.asarray(self.count if own is None else own, "int32")
+        return _put_p.bind(own, *state, folder=self)
 
     def get(self, ticket: Any, like: Sequence[Any]) -> list[Any]:
         """Read a state. Its tangents are those of `like`, whose values are not used."""
-        return _get_p.bind(ticket, *like, folder=self)
+        return _first_get_p.bind(ticket, *like, folder=self)
 
 
 _folders: weakref.WeakValueDictionary[tuple[Any, ...], StateFolder] = weakref.WeakValueDictionary()
 
 
-def _put(*state: Any, folder: StateFolder) -> Any:
+def _put(own: Any, *state: Any, folder: StateFolder) -> Any:
     call = jax.ffi.ffi_call("mpigrad_kernels_put_state", jax.ShapeDtypeStruct((), "int32"))
-    numbers = {name: np.int64(getattr(folder, name)) for name in ("number", "count", "reads")}
-    return call(*state, **numbers, head="" if folder.agrees else folder.head)
+    head = "" if folder.agrees else folder.head
+    return call(
+        own, *state, number=np.int64(folder.number), count=np.int64(folder.count), head=head
+    )
 
 
 def _get(ticket: Any, *state: Any, folder: StateFolder) -> Any:
@@ -137,18 +139,70 @@ def _primitive(name: str, run: Callable[..., Any], gets: bool) -> Primitive:
 compat.hold_weakly(StateFolder)
 _put_p = _primitive("put_state", _put, gets=False)
 _get_p = _primitive("get_state", _get, gets=True)
+_first_get_p = _primitive("first_get_state", _get, gets=True)  # not yet differentiated
 _withhold_p = _primitive("withhold", lambda *state, folder: jnp.zeros((), "int32"), gets=False)
 _recall_p = _primitive("recall", lambda ticket, *state, folder: state, gets=True)
 
 
-def _put_jvp(state: Sequence[Any], tangents: Sequence[Any], folder: StateFolder) -> Any:
+def _put_jvp(operands: Sequence[Any], tangents: Sequence[Any], folder: StateFolder) -> Any:
+    ticket = _put_p.bind(*operands, folder=folder)
+    return ticket, ad.Zero(compat.tangent_aval(ticket))
+
+
+def _withhold_jvp(state: Sequence[Any], tangents: Sequence[Any], folder: StateFolder) -> Any:
     ticket = folder.put(state)
     return ticket, ad.Zero(compat.tangent_aval(ticket))
 
 
 def _get_jvp(operands: Sequence[Any], tangents: Sequence[Any], folder: StateFolder) -> Any:
-    ticket, *state = operands
-    return folder.get(ticket, state), list(tangents[1:])
+    return _get_p.bind(*operands, folder=folder), list(tangents[1:])
+
+
+def _first_get_jvp(operands: Sequence[Any], tangents: Sequence[Any], folder: StateFolder) -> Any:
+    results, tangents = _get_jvp(operands, tangents, folder)
+    return results, [
+        t if type(t) is ad.Zero or not t.size else _pass_p.bind(operands[0], t, folder=folder)
+        for t in tangents
+    ]
+
+
+# (ticket, tangent or adjoint of an array of a state) -> the same. It frees the place of the state.
+# If it is differentiated, that is left to its own derivative.
+
+
+def _pass(ticket: Any, x: Any, *, folder: StateFolder) -> Any:
+    call = jax.ffi.ffi_call(
+        "mpigrad_kernels_pass_state",
+        jax.ShapeDtypeStruct(x.shape, x.dtype),
+        input_output_aliases={1: 0},
+    )
+    return call(ticket, x, number=np.int64(folder.number))
+
+
+def _pass_jvp(operands: Sequence[Any], tangents: Sequence[Any], folder: StateFolder) -> Any:
+    (ticket, x), t = operands, tangents[1]
+    return x, t if type(t) is ad.Zero else _pass_p.bind(ticket, t, folder=folder)
+
+
+def _pass_transpose(ct: Any, ticket: Any, x: Any, folder: StateFolder) -> list[Any]:
+    return [None, ct if type(ct) is ad.Zero else _pass_p.bind(ticket, ct, folder=folder)]
+
+
+def _pass_batch(operands: Sequence[Any], dims: Sequence[Any], folder: StateFolder) -> Any:
+    return _pass_p.bind(*operands, folder=folder), dims[1]
+
+
+def _run_pass(*operands: Any, folder: StateFolder) -> Any:
+    return jax.jit(lambda *operands: _pass_p.bind(*operands, folder=folder))(*operands)
+
+
+_pass_p = Primitive("mpigrad_pass_state")
+_pass_p.def_impl(_run_pass)
+_pass_p.def_abstract_eval(lambda ticket, x, folder: ShapedArray(x.shape, x.dtype))
+compat.register_lowering(_pass_p, mlir.lower_fun(_pass, multiple_results=False))
+ad.primitive_jvps[_pass_p] = _pass_jvp
+ad.primitive_transposes[_pass_p] = _pass_transpose
+batching.primitive_batchers[_pass_p] = _pass_batch
 
 
 def known_again(value: Any, x: Any) -> Any:
@@ -178,7 +232,8 @@ _known_p.def_abstract_eval(lambda value, x: ShapedArray(value.shape, value.dtype
 compat.register_lowering(_known_p, lambda ctx, value, x: [value])
 batching.primitive_batchers[_known_p] = _known_batch
 ad.primitive_jvps[_known_p] = _known_jvp
-for _primitive_ in (_put_p, _withhold_p):
-    ad.primitive_jvps[_primitive_] = _put_jvp
-for _primitive_ in (_get_p, _recall_p):
-    ad.primitive_jvps[_primitive_] = _get_jvp
+ad.primitive_jvps[_put_p] = _put_jvp
+ad.primitive_jvps[_withhold_p] = _withhold_jvp
+for _primitive_ in (_first_get_p, _recall_p):
+    ad.primitive_jvps[_primitive_] = _first_get_jvp
+ad.primitive_jvps[_get_p] = _get_jvp
