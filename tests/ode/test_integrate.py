@@ -201,6 +201,7 @@ def test_event(comm, order):
 
 
 @pytest.mark.ranks(1)
+@pytest.mark.long("two adaptive loops")
 def test_events_that_are_hard_to_find():
     """Just before an output time, and behind a pulse that short steps see and long ones do not."""
     near = ode.integrate(
