@@ -6,7 +6,7 @@ A nonlinear stencil (Gray and Scott's reaction, as in examples/reaction_diffusio
 all ranks, float64. Memory is what XLA plans for the compiled gradient beside its operands and
 results, on rank 0; times are the shortest of three, of the slowest rank.
 
-    mpigrad launch -n 1 bench/checkpoints.py --volume 256 --steps 100 --directory /scratch
+    mpigrad launch -n 1 bench/checkpoints.py --volume 128 --steps 100 --directory /scratch
 
 The wave equation on three axes in float32 (an equation of one's own, leapfrog, seven points), with
 the state before each step in memory, and with a state every 20 steps in a file.

@@ -86,9 +86,11 @@ def test_gradients_do_not_depend_on_checkpoints(comm, scratch):
         np.testing.assert_allclose(found[1][2], xs, rtol=1e-12, atol=1e-12)
 
 
-def test_forward_and_reverse_mode(comm):
+@pytest.mark.parametrize("kind", ["budget", "files"])
+def test_forward_and_reverse_mode(comm, kind, scratch):
     grid = Grid((13,), (1.0,), comm)
-    mpigrad.dot_test(loop(grid, BUDGET), *operands(grid))
+    checkpoints = BUDGET if kind == "budget" else Files(scratch, 3)
+    mpigrad.dot_test(loop(grid, checkpoints), *operands(grid))
 
 
 def test_second_derivatives_and_batches(comm, scratch):

@@ -14,16 +14,13 @@
 #include <mutex>
 #include <string>
 #include <string_view>
-#include <system_error>
 #include <thread>
 #include <unordered_map>
 #include <utility>
 #include <vector>
 
-#include <pthread.h>
-#include <signal.h>
-
 #include "ffi.h"
+#include "storage/quiet_thread.h"
 #include "storage/scratch_file.h"
 #include "visibility.h"
 
@@ -44,15 +41,9 @@ class States {
         error_(broken_) {
     for (Buffer& buffer : buffers_) buffer.data.resize(bytes);
     if (!error_.empty()) return;
-    sigset_t all, old;  // signals are for the threads of the program
-    sigfillset(&all);
-    pthread_sigmask(SIG_SETMASK, &all, &old);
-    try {
-      mover_ = std::thread([this] { move_states(); });
-    } catch (const std::system_error&) {
+    mover_ = mpigrad::storage::start_quiet_thread([this] { move_states(); });
+    if (!mover_.joinable())
       error_ = broken_ = "cannot start a thread that writes states. Raise the limit of threads (ulimit -u).";
-    }
-    pthread_sigmask(SIG_SETMASK, &old, nullptr);
   }
   ~States() {
     if (!mover_.joinable()) return;
@@ -271,7 +262,8 @@ ffi::Error one_of(ffi::Buffer<ffi::S32> tickets, int32_t* ticket) {
     const int32_t other = tickets.typed_data()[i];
     if (other && *ticket && other != *ticket)
       return ffi::Error::InvalidArgument(
-          "A batch has several states in files. Loop over it by jax.lax.map, or give checkpoints=loops.Budget.");
+          "A batch has several states in files. Loop over it by jax.lax.map, or give "
+          "checkpoints=loops.Budget.");
     if (other) *ticket = other;
   }
   return ffi::Error::Success();
@@ -281,8 +273,9 @@ ffi::Error missing() {
   return ffi::Error::InvalidArgument("Files of states are missing. Report this as a bug of mpigrad.");
 }
 
-ffi::Error put(ffi::Buffer<ffi::S32> own, ffi::RemainingArgs arrays, ffi::Result<ffi::Buffer<ffi::S32>> ticket, int64_t number,
-               int64_t count, std::string_view head) {
+ffi::Error put(ffi::Buffer<ffi::S32> own, ffi::RemainingArgs arrays,
+               ffi::Result<ffi::Buffer<ffi::S32>> ticket, int64_t number, int64_t count,
+               std::string_view head) {
   const bool agrees = head.empty();  // the program looks at the ticket, and raises an error on all ranks
   Pieces pieces;
   for (size_t i = 0; i < arrays.size(); ++i) {
@@ -324,7 +317,8 @@ ffi::Error pass(ffi::Buffer<ffi::S32> tickets, ffi::AnyBuffer x, ffi::Result<ffi
     for (const auto& file : folder->second->files)
       if (file.second->pass(ticket)) break;
   }
-  if (y->untyped_data() != x.untyped_data()) std::memcpy(y->untyped_data(), x.untyped_data(), x.size_bytes());
+  if (y->untyped_data() != x.untyped_data())
+    std::memcpy(y->untyped_data(), x.untyped_data(), x.size_bytes());
   return ffi::Error::Success();
 }
 

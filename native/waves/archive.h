@@ -8,13 +8,10 @@
 #include <deque>
 #include <mutex>
 #include <string>
-#include <system_error>
 #include <thread>
 #include <vector>
 
-#include <pthread.h>
-#include <signal.h>
-
+#include "storage/quiet_thread.h"
 #include "storage/scratch_file.h"
 #include "waves/packing.h"
 #include "waves/parallel.h"
@@ -39,15 +36,8 @@ class Archive {
     }
     if (!file_) return;
     if (!packing.is_full()) packed_ = Memory(packing.bytes());
-    sigset_t all, old;  // signals are for the threads of the program
-    sigfillset(&all);
-    pthread_sigmask(SIG_SETMASK, &all, &old);
-    try {
-      mover_ = std::thread([this] { move_items(); });
-    } catch (const std::system_error&) {
-      // Other ranks would wait for an error of one rank here: without a thread, the run moves items itself.
-    }
-    pthread_sigmask(SIG_SETMASK, &old, nullptr);
+    // Other ranks would wait for an error of one rank here: without a thread, the run moves items itself.
+    mover_ = storage::start_quiet_thread([this] { move_items(); });
   }
   ~Archive() {
     if (!mover_.joinable()) return;

@@ -108,13 +108,18 @@ class Files:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "directory", os.path.abspath(self.directory))
-        if self.every is not None and operator.index(self.every) < 1:
-            raise ValueError(f"loops.Files: every must be at least 1, got {self.every}.")
-        if isinstance(self.inside, Files):
-            raise TypeError("loops.Files: inside must be None, an integer or a Budget, got Files.")
+        if self.every is not None and not (_is_integer(self.every) and self.every > 0):
+            raise ValueError(
+                f"loops.Files: every must be a positive integer or None, got {self.every!r}."
+            )
+        if not (self.inside is None or _is_integer(self.inside) or isinstance(self.inside, Budget)):
+            raise TypeError(
+                "loops.Files: inside must be None, an integer or a Budget, got "
+                f"{self.inside!r}. It is for the steps between two stored states."
+            )
 
-    def folder(self, count: int, name: str, reads: int = 2, *, agrees: bool = False) -> StateFolder:
-        """Return the open files of a loop that stores so many states and reads each so often."""
+    def folder(self, count: int, name: str, *, agrees: bool = False) -> StateFolder:
+        """Return the open files of a loop that stores so many states."""
         if not (os.path.isdir(self.directory) and os.access(self.directory, os.W_OK)):
             raise ValueError(
                 f"{name}: the directory of checkpoints, {str(self.directory)!r}, does not exist or "
@@ -122,6 +127,10 @@ class Files:
             )
         head = f"{name}, {describe(call_site())}: "
         return StateFolder.at(str(self.directory), count, head, agrees)
+
+
+def _is_integer(x: Any) -> bool:
+    return hasattr(x, "__index__") and not isinstance(x, bool)
 
 
 Checkpoints = int | Budget | Files | None

@@ -200,6 +200,33 @@ def test_event(comm, order):
         close(second, np.array([2 * t / k**2, 1 / (k**2 * c)]), 1e-4)
 
 
+@pytest.mark.ranks(2)
+@pytest.mark.long("an adaptive loop on two ranks")
+def test_an_event_of_one_rank_alone_is_an_error(comm):
+    start = np.full(2, 1.0 + comm.rank)
+    with pytest.raises(jax.errors.JaxRuntimeError, match="the value of the event is not the same"):
+        ode.integrate(
+            lambda t, y: -y, start, np.array([0.0, 1.0]), event=lambda t, y: y[0] - 0.5, comm=comm
+        )
+
+
+@pytest.mark.ranks(1)
+@pytest.mark.full("compiles two gradients; test_checkpoints_reduce_memory is the shorter twin")
+@pytest.mark.long("compiles two gradients")
+def test_memory_of_stages_in_files_does_not_depend_on_max_steps(tmp_path):
+    def states(max_steps):
+        end = lambda y: jnp.sum(
+            ode.integrate(
+                lambda t, y: -(y**2), y, np.array([0.0, 0.5, 1.0]), max_steps=max_steps,
+                checkpoints=Files(tmp_path),
+            ).value[1:]
+        )  # fmt: skip
+        program = jax.jit(jax.grad(end)).lower(np.ones(20_000)).compile()
+        return program.memory_analysis().temp_size_in_bytes / (8 * 20_000)
+
+    assert states(200) < states(20) + 1
+
+
 @pytest.mark.ranks(1)
 @pytest.mark.long("two adaptive loops")
 def test_events_that_are_hard_to_find():
@@ -444,6 +471,7 @@ def test_states_before_a_failure_are_returned():
         ({"linear_rtol": 2.0}, "linear_rtol must lie"),
         ({"event": lambda t, y, k: y}, "event must return a number"),
         ({"checkpoints": 4}, "must be None or loops.Files"),
+        ({"checkpoints": Files("/tmp", 3)}, "leave out `every` and `inside`"),
         ({"checkpoints": Files("/none")}, "does not exist"),
     ],
 )

@@ -283,11 +283,14 @@ def _as_number(event: Callable[..., Any], y0: Any, structure: Any) -> Callable[.
 def _folder(checkpoints: Any) -> StateFolder | None:
     if checkpoints is None:
         return None
-    if not isinstance(checkpoints, loops.Files) or checkpoints.every is not None:
+    if not isinstance(checkpoints, loops.Files) or (checkpoints.every, checkpoints.inside) != (
+        None,
+        1,
+    ):
         _fail(
             TypeError,
             f"checkpoints must be None or loops.Files(directory), got {checkpoints!r}. All steps "
-            "are stored, so leave out `every`.",
+            "are stored, so leave out `every` and `inside`.",
         )
     return checkpoints.folder(8, "ode.integrate", agrees=True)
 
@@ -410,9 +413,12 @@ def _shapes(*operands: Any, problem: Problem, record: bool, **_: Any) -> list[An
 def _run(*operands: Any, problem: Problem, record: bool, throw: bool, site: int) -> Any:
     *parameters, y0, ts, dt0, _ = operands
     with without_carriers():  # differentiation has happened: these messages carry values only
+        head = f"ode.integrate, {describe(site)}: "
         outcome = run(problem, parameters, y0, ts, dt0, record)
+        for t, y in ((ts[0], y0), (outcome.info[2], outcome.ys[-1])):
+            problem.require_common_event(t, y, parameters, head)
         if throw:
-            require_success(outcome.info, ts, f"ode.integrate, {describe(site)}: ", problem)
+            require_success(outcome.info, ts, head, problem)
     return outcome.ys, outcome.info[2], outcome.info, *outcome.record
 
 

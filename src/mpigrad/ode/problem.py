@@ -14,7 +14,7 @@ from jax.core import eval_jaxpr
 from mpigrad.communicator import Communicator
 from mpigrad.extend import StateFolder, constants_as_operands, outer_carrier, set_carrier
 from mpigrad.ode.methods import Method
-from mpigrad.operations import allreduce
+from mpigrad.operations import allreduce, assert_replicated
 from mpigrad.sparse import LinearSolver, Matrix, Operator, Pattern
 
 __all__ = ["Problem", "Traced"]
@@ -99,12 +99,24 @@ class Problem:
         _, _, constants, *_, leaves = self._split(operands)
         return self.J(outer_carrier(), constants, t, y, *leaves)
 
-    def event(self, t: Any, y: Any, operands: Sequence[Any]) -> Any:
-        """Return the value of the event, the mean over ranks."""
+    def _own_event(self, t: Any, y: Any, operands: Sequence[Any]) -> Any:
         assert self.end is not None
         *_, constants, _, leaves = self._split(operands)
-        value = self.end(outer_carrier(), constants, t, y, *leaves)
-        return allreduce(value, comm=self.comm) / self.comm.size
+        return self.end(outer_carrier(), constants, t, y, *leaves)
+
+    def event(self, t: Any, y: Any, operands: Sequence[Any]) -> Any:
+        """Return the value of the event: the mean over ranks, so that all decide the same."""
+        return allreduce(self._own_event(t, y, operands), comm=self.comm) / self.comm.size
+
+    def require_common_event(self, t: Any, y: Any, operands: Sequence[Any], head: str) -> None:
+        """Raise on every rank if the value of the event differs between ranks."""
+        if self.end is not None:
+            assert_replicated(
+                self._own_event(t, y, operands),
+                self.comm,
+                what=f"{head}the value of the event",
+                remedy="Compute it by mpigrad.allreduce, max_norm or rms_norm of all ranks' parts.",
+            )
 
     def along(self, t: Any, y: Any, operands: Sequence[Any]) -> Callable[[Any], Any]:
         """Return v -> df/dy v. Every message has its derivative, even if f ignores y here."""

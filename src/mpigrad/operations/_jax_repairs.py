@@ -25,7 +25,7 @@ from typing import Any
 
 import jax
 import jax.core
-from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, Primitive, jaxpr_as_fun
+from jax.extend.core import ClosedJaxpr, Jaxpr, Primitive, jaxpr_as_fun
 from jax.extend.core import primitives as jax_primitives
 from jax.interpreters import batching
 from mpi4py import MPI
@@ -295,19 +295,8 @@ def _batched_cond(plain: Callable[..., Any], axis: Any, args: Any, dims: Any, **
 
 
 def _without_marks(branch: Any) -> Any:
-    marks = [e for e in branch.jaxpr.eqns if e.primitive in _branch_marks]
-    unmarked = {e.outvars[0]: e.invars[0] for e in marks if e.outvars}
-
-    def without(variables: Any) -> list[Any]:
-        return [v if isinstance(v, Literal) else unmarked.get(v, v) for v in variables]
-
-    equations = [
-        e.replace(invars=without(e.invars))
-        for e in branch.jaxpr.eqns
-        if e.primitive not in _branch_marks
-    ]
-    jaxpr = branch.jaxpr.replace(eqns=equations, outvars=without(branch.jaxpr.outvars))
-    return ClosedJaxpr(jaxpr, branch.consts)
+    equations = [e for e in branch.jaxpr.eqns if e.primitive not in _branch_marks]
+    return ClosedJaxpr(branch.jaxpr.replace(eqns=equations), branch.consts)
 
 
 def _refuse_reverse_while_loops() -> None:

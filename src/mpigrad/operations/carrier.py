@@ -302,17 +302,11 @@ common_branch_p = Primitive("mpigrad_common_branch")
 
 
 def mark_common_branch(branch: Callable[..., Any]) -> Callable[..., Any]:
-    """Mark the branch of a cond with messages whose predicate is the same on all ranks.
-
-    Its derivatives are marked, too: the results pass a linear identity.
-    """
-
-    def mark(x: Any) -> Any:
-        return linear_mark_p.bind(x) if jnp.issubdtype(jnp.result_type(x), jnp.inexact) else x
+    """Mark the branch of a cond with messages whose predicate is the same on all ranks."""
 
     def marked(*args: Any) -> Any:
         common_branch_p.bind()
-        return jax.tree.map(mark, branch(*args))
+        return branch(*args)
 
     return marked
 
@@ -322,11 +316,3 @@ staging.always_stage(common_branch_p)
 repairs.register_branch_mark(common_branch_p)
 common_branch_p.def_impl(lambda: [])
 mlir.register_lowering(common_branch_p, compat.lower_to_nothing)
-
-linear_mark_p = Primitive("mpigrad_common_branch_result")
-linear_mark_p.def_impl(lambda x: x)
-linear_mark_p.def_abstract_eval(lambda x: ShapedArray(x.shape, x.dtype))
-ad.deflinear2(linear_mark_p, lambda ct, x: [linear_mark_p.bind(ct)])
-batching.defvectorized(linear_mark_p)
-mlir.register_lowering(linear_mark_p, lambda ctx, x: [x])
-repairs.register_branch_mark(linear_mark_p)

@@ -166,6 +166,12 @@ def _first_get_jvp(operands: Sequence[Any], tangents: Sequence[Any], folder: Sta
     ]
 
 
+ad.primitive_jvps[_put_p] = _put_jvp
+ad.primitive_jvps[_withhold_p] = _withhold_jvp
+ad.primitive_jvps[_get_p] = _get_jvp
+ad.primitive_jvps[_first_get_p] = ad.primitive_jvps[_recall_p] = _first_get_jvp
+
+
 # (ticket, tangent or adjoint of an array of a state) -> the same. It frees the place of the state.
 # If it is differentiated, that is left to its own derivative.
 
@@ -205,6 +211,9 @@ ad.primitive_transposes[_pass_p] = _pass_transpose
 batching.primitive_batchers[_pass_p] = _pass_batch
 
 
+# ---- values that are known again ----
+
+
 def known_again(value: Any, x: Any) -> Any:
     """Return `value`, which equals x, with the tangents of x.
 
@@ -232,8 +241,3 @@ _known_p.def_abstract_eval(lambda value, x: ShapedArray(value.shape, value.dtype
 compat.register_lowering(_known_p, lambda ctx, value, x: [value])
 batching.primitive_batchers[_known_p] = _known_batch
 ad.primitive_jvps[_known_p] = _known_jvp
-ad.primitive_jvps[_put_p] = _put_jvp
-ad.primitive_jvps[_withhold_p] = _withhold_jvp
-for _primitive_ in (_first_get_p, _recall_p):
-    ad.primitive_jvps[_primitive_] = _first_get_jvp
-ad.primitive_jvps[_get_p] = _get_jvp
