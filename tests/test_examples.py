@@ -13,6 +13,7 @@ import pytest
 EXAMPLES = sorted((pathlib.Path(__file__).resolve().parent.parent / "examples").glob("*.py"))
 # What make test leaves out because it takes long, and where the same parts are tested.
 LONG = {
+    "battery": "tests/ode",
     "born": "tests/grid/test_apply_stencil.py and test_loops.py",
     "drum": "tests/sparse/matrix/test_ghost_exchange.py",
     "echoes": "tests/waves/acoustic",
