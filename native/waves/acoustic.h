@@ -18,7 +18,6 @@ class Acoustic {
  public:
   using Value = T;
   static constexpr int kModels = 1, kFields = 3, kPhases = 1;
-  static constexpr int64_t kDepth = 2;
   static constexpr bool kHistoryIsState = false;
 
   struct Wave {
@@ -163,6 +162,7 @@ class Acoustic {
 
   // ---- a step ----
 
+  int64_t depth() const { return 2; }
   int64_t history_size() const { return tile_.nx * tile_.stride; }
 
   T* first(Wave&) const { return nullptr; }

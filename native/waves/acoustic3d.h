@@ -12,7 +12,7 @@
 #pragma once
 
 #include "waves/acoustic_model.h"
-#include "waves/caches.h"
+#include "waves/blocks.h"
 #include "waves/layer_field.h"
 #include "waves/propagate.h"
 #include "waves/registers.h"
@@ -27,7 +27,6 @@ class Acoustic3d {
  public:
   using Value = T;
   static constexpr int kModels = 1, kFields = 3, kPhases = 1;
-  static constexpr int64_t kDepth = 2;
   static constexpr bool kHistoryIsState = false;
   static constexpr int kAxes = 3;
 
@@ -161,6 +160,8 @@ class Acoustic3d {
 
   // ---- a step ----
 
+  // Order 8 gains little from more, and its frames between ranks are wider.
+  int64_t depth() const { return tile_.reach > 2 ? 2 : 4; }
   int64_t history_size() const { return tile_.nx * tile_.nm * history_stride_; }
 
   T* first(Wave&) const { return nullptr; }
@@ -224,6 +225,7 @@ class Acoustic3d {
   static constexpr int kOrder[kAxes] = {kRows, kMiddle, kColumns};
   static constexpr int kReach = 4;        // the largest
   static constexpr int64_t kLine = 512;  // cells of a row that are computed at once
+  static constexpr int64_t kTogether = 2;  // rows behind each other, which read the same planes
 
   // The factors of an axis' layers in its cells and at the faces behind them, with a margin. A face shared
   // with a neighbour lies outside of the layers.
@@ -351,9 +353,10 @@ class Acoustic3d {
     for (int64_t j = box.j0; j < j1; j += kLine) {
       Lines lines;
       for (int64_t begin = box.m0; begin < box.m1; begin += block)
-        for (int64_t i = box.i0; i < box.i1; ++i)
+        for (int64_t first = box.i0; first < box.i1; first += kTogether)
           for (int64_t m = begin; m < std::min(begin + block, box.m1); ++m)
-            row<R, M>(i, m, j, std::min(j + kLine, j1), wave, history, lines);
+            for (int64_t i = first; i < std::min(first + kTogether, box.i1); ++i)
+              row<R, M>(i, m, j, std::min(j + kLine, j1), wave, history, lines);
     }
     if (M == Mode::kSave || M == Mode::kRim) end_streams();
   }

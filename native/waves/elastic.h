@@ -15,7 +15,6 @@ class Elastic {
  public:
   using Value = T;
   static constexpr int kModels = 5, kFields = 7, kPhases = 2;
-  static constexpr int64_t kDepth = 1;
   static constexpr bool kHistoryIsState = true;
   enum Kind : int64_t { kPressure, kVx, kVy };  // field that a source drives or a receiver records
 
@@ -132,6 +131,7 @@ class Elastic {
 
   // ---- a step ----
 
+  int64_t depth() const { return 1; }
   int64_t history_size() const {
     return (2 * (tile_.padded() + along_x() + along_y()) + 15) / 16 * 16;
   }

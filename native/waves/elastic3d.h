@@ -26,7 +26,6 @@ class Elastic3d {
  public:
   using Value = T;
   static constexpr int kModels = 8, kFields = 12, kPhases = 2;
-  static constexpr int64_t kDepth = 1;
   static constexpr bool kHistoryIsState = true;
   enum Kind : int64_t { kPressure, kVx, kVy, kVz };  // field that a source drives or a receiver records
 
@@ -174,6 +173,7 @@ class Elastic3d {
 
   // ---- a step ----
 
+  int64_t depth() const { return 1; }
   int64_t history_size() const { return (kAxes * motion_pitch() + memory_size_ + 15) / 16 * 16; }
 
   // The history of a step that would have ended with the initial wave.

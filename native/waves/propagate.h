@@ -18,7 +18,7 @@
 //   turn(wave)                        prepares a last state to be run backwards (kReverse, whose
 //                                     prepare gets the kept data instead of `before`)
 //   kHistoryIsState                   whether the history of a step is part of the state after it
-//   kDepth                            steps that are computed in one pass over the memory. Above 1:
+//   depth()                           steps that are computed in one pass over the memory. Above 1:
 //                                     one phase, whose prepare only works in kReverse and whose
 //                                     finish, called twice, changes nothing
 //   inject, sample                    one cell of a source or of a receiver, which the adjoint
@@ -34,7 +34,7 @@
 #include <string>
 
 #include "waves/archive.h"
-#include "waves/caches.h"
+#include "waves/blocks.h"
 #include "waves/exchange.h"
 #include "waves/history.h"
 
@@ -78,7 +78,7 @@ class Propagation {
   ffi::Error start(const Arrays<const T>& models, bool& available, int64_t shots) {
     std::vector<double> numbers = physics_.extremes(models);
     const size_t n = numbers.size();
-    const int64_t slots = packing_.is_full() ? 0 : 2 * static_cast<int64_t>(history_bytes());
+    const int64_t slots = packing_.is_full() ? 0 : steps_in_use() * static_cast<int64_t>(history_bytes());
     const int64_t item = std::max<int64_t>(1, packing_.bytes());  // a tile may have no cells
     const int64_t fit = std::max<int64_t>(0, setup_.memory - slots) / item;
     const double print = 2.0 * static_cast<double>(setup_.fingerprint) + (sizeof(T) == 8);
@@ -122,7 +122,7 @@ class Propagation {
       data = static_cast<char*>(k.memory.data());
       file = k.file.get();
     }
-    Archive<T> steps(packing_, setup_.threads, data, whole ? file : nullptr, 2);
+    Archive<T> steps(packing_, setup_.threads, data, whole ? file : nullptr, steps_in_use());
     Archive<T> states(whole_states(), setup_.threads, data, whole ? nullptr : file, 1);
     Wave wave = physics_.wave();
     for (int64_t shot = 0; shot < setup_.shots; ++shot) {
@@ -195,7 +195,7 @@ class Propagation {
     if (!kept && !whole && !file) again = Memory(kept_bytes());
     if (!ready && !(whole && file)) memory = Memory(length * packing_.bytes());
     void* const stored = kept ? kept->memory.data() : again.data();
-    Archive<T> steps(packing_, setup_.threads, ready ? stored : memory.data(), whole ? file : nullptr, 2);
+    Archive<T> steps(packing_, setup_.threads, ready ? stored : memory.data(), whole ? file : nullptr, steps_in_use());
     Archive<T> states(whole_states(), setup_.threads, stored, whole ? nullptr : file, 1);
     Wave wave = physics_.wave();
     Wave back = physics_.wave();
@@ -354,9 +354,9 @@ class Propagation {
   int advance(Wave& wave, Mode mode, const History& history, int64_t shot, int64_t n, int64_t count,
               const Values<T>& values, const Values<T>* reads = nullptr) {
     for (int64_t done = 0, stored = n; count > 0;) {
-      // Threads wait for each other after each box. A pass of two steps has many boxes, and each wait
+      // Threads wait for each other after each box. A pass of several steps has many boxes, and each wait
       // is long if other work uses one of the cores.
-      const int64_t depth = setup_.threads > 1 ? 1 : std::min(P::kDepth, count);
+      const int64_t depth = setup_.threads > 1 ? 1 : std::min(physics_.depth(), count);
       if (int code = advance_together(wave, mode, history, shot, n, depth, values, reads))
         return code;
       n += mode == Mode::kAdjoint ? -depth : depth;
@@ -372,10 +372,10 @@ class Propagation {
     return 0;
   }
 
-  // Runs `depth` steps, one or two, in one pass over the memory: when some rows have been computed in
-  // the first step, the rows `reach` before them are computed in the second one, while they are in
-  // the cache. The halos of each step need only cells near neighbours, which are computed first. So
-  // the messages travel while the core is computed, with two steps each while half of it is.
+  // Runs `depth` steps in one pass over the memory: when some rows have been computed in a step, the rows
+  // `reach` before them are computed in the next one, while they are in the cache (blocks.h). The halos of
+  // each step need only cells near neighbours, which are computed first. So the messages of the last two
+  // steps travel while the core is computed, with all its steps.
   int advance_together(Wave& wave, Mode mode, const History& history, int64_t shot, int64_t n,
                        int64_t depth, const Values<T>& values, const Values<T>* reads) {
     const int64_t direction = mode == Mode::kAdjoint ? -1 : 1;
@@ -412,22 +412,28 @@ class Propagation {
                     [&](const Box& part) { physics_.update(phase, mode, part, wave, here); });
         if (!first) inject();
       };
-      const Box first = tile_.core(depth), last = tile_.core(1);
-      const Blocks blocks(*this, first, last, depth);
+      BlockTrial& trial = block_trial(tile_, depth, sizeof(T), static_cast<int64_t>(mode));
+      const Blocks blocks(tile_, depth, trial.size(), sizeof(T));
+      const int64_t alone = std::max<int64_t>(0, depth - 2);  // steps whose messages travel alone
+      double seconds = 0;
       for (int64_t step = 0; step < depth; ++step) {
-        for (const Box& box : tile_.frame(step + 1 < depth ? first : last)) compute(step, box);
+        for (const Box& box : tile_.frame(tile_.core(depth - step))) compute(step, box);
         turn_to(step);
         pieces_.clear();
         physics_.pieces(phase, mode, wave, pieces_);
         if (int code = exchange_.post(pieces_)) return code;
-        for (int64_t k = blocks.count() * step / depth; k < blocks.count() * (step + 1) / depth; ++k) {
-          if (depth > 1) compute(0, blocks.at(k, first, 0));
-          compute(depth - 1, blocks.at(k, last, depth - 1));
+        if (step >= alone) {
+          const auto begin = std::chrono::steady_clock::now();
+          const int64_t parts = depth - alone, part = step - alone;
+          for (int64_t k = blocks.count() * part / parts; k < blocks.count() * (part + 1) / parts; ++k)
+            for (int64_t s = 0; s < depth; ++s) compute(s, blocks.at(k, tile_.core(depth - s), s));
+          seconds += std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count();
         }
         if (int code = exchange_.wait()) return code;
         c_.watch.moves();
       }
       turn_to(depth);
+      if (!trial.decided()) trial.add(seconds);
     }
     // In the order of the cells whatever the depth, which depends on the checkpoints.
     for (int64_t step = 0; step < depth; ++step) {
@@ -438,50 +444,6 @@ class Propagation {
     return 0;
   }
 
-  // The order in which two steps are computed in one pass: columns of blocks along the middle axis, and in
-  // each of them a few rows at a time. The second step lags behind by the stencil's reach along both.
-  class Blocks {
-   public:
-    Blocks(const Propagation& p, const Box& first, const Box& last, int64_t depth)
-        : reach_(p.tile_.reach), margin_(p.tile_.margin()), i0_(first.i0), m0_(first.m0) {
-      const int64_t lag = (depth - 1) * reach_, lag_m = (depth - 1) * margin_;
-      const int64_t n = std::max(first.i1, last.i1 + lag) - i0_;
-      const int64_t nm = std::max(first.m1, last.m1 + lag_m) - m0_;
-      const int64_t most = p.middle_at_once();
-      columns_ = depth > 1 ? std::max<int64_t>(1, (nm + most / 2) / most) : 1;
-      middle_ = std::max<int64_t>(1, (nm + columns_ - 1) / columns_);
-      rows_ = depth > 1 ? p.rows_at_once(middle_) : std::max<int64_t>(1, n);
-      steps_ = std::max<int64_t>(0, (n + rows_ - 1) / rows_);
-    }
-    int64_t count() const { return columns_ * steps_; }
-    // The part of a box that is computed in block k, in this step of the pass.
-    Box at(int64_t k, Box b, int64_t step) const {
-      const int64_t i = i0_ + k % steps_ * rows_ - step * reach_;
-      const int64_t m = m0_ + k / steps_ * middle_ - step * margin_;
-      b.i0 = std::max(b.i0, i), b.i1 = std::min(b.i1, i + rows_);
-      b.m0 = std::max(b.m0, m), b.m1 = std::min(b.m1, m + middle_);
-      return b;
-    }
-
-   private:
-    int64_t reach_, margin_, i0_, m0_, columns_, middle_, rows_, steps_;
-  };
-
-  // Cells of the middle axis in a block of two steps: what both read around their rows fills a third of
-  // the cache. On 180^3 cells, blocks for the third level took 15 % less time than those for the second.
-  int64_t middle_at_once() const {
-    const int64_t planes = 10 * tile_.reach;
-    const int64_t row = planes * tile_.stride * static_cast<int64_t>(sizeof(T));
-    return std::max<int64_t>(16, std::max(core_cache(), cache_share()) / 3 / row);
-  }
-  // Rows of two steps use a quarter of the core's cache: the rest is for what the stencil reads
-  // around them, and the history passes through. On 1040 columns 4 rows took 3 % more time than 16.
-  int64_t rows_at_once(int64_t middle) const {
-    constexpr int64_t kFieldsOfAGradient = 5;
-    const int64_t row = kFieldsOfAGradient * middle * tile_.stride * static_cast<int64_t>(sizeof(T));
-    return std::max(tile_.reach, core_cache() / 4 / row);
-  }
-
   // The halos of an initial wave.
   int exchange_all(Wave& wave) {
     pieces_.clear();
@@ -490,6 +452,8 @@ class Propagation {
     return exchange_.wait();
   }
 
+  // Histories of steps that a pass and `prepare` work on.
+  int64_t steps_in_use() const { return std::max<int64_t>(2, physics_.depth()); }
   size_t history_bytes() const { return physics_.history_size() * sizeof(T); }
 
   // Steps or states that are kept of a shot.
