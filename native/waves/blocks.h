@@ -3,7 +3,7 @@
 
 #include <algorithm>
 #include <array>
-#include <chrono>
+#include <cmath>
 #include <cstdint>
 #include <map>
 #include <utility>
@@ -92,11 +92,11 @@ class BlockTrial {
   size_t passes_ = 0, best_ = 0;
 };
 
-// The trial of passes that take the same time, by `what` and the tile. As all of a rank's waves, it is for
-// one thread.
-inline BlockTrial& block_trial(const Tile& t, int64_t depth, int64_t bytes_of_a_value, int64_t what) {
+// The trial of passes that are alike. Only acoustic waves on three axes have several sizes, so `mode` and the
+// tile tell them apart. As all of a rank's waves, it is for one thread.
+inline BlockTrial& block_trial(const Tile& t, int64_t depth, int64_t bytes_of_a_value, int64_t mode) {
   static std::map<std::array<int64_t, 8>, BlockTrial> trials;
-  const std::array<int64_t, 8> key{what, bytes_of_a_value, depth, t.reach, t.nx, t.ny, t.nm, t.volume};
+  const std::array<int64_t, 8> key{mode, bytes_of_a_value, depth, t.reach, t.nx, t.ny, t.nm, t.volume};
   if (const auto found = trials.find(key); found != trials.end()) return found->second;
   const int64_t whole = t.nm + (depth - 1) * t.margin();
   std::vector<int64_t> sizes{whole};
@@ -104,8 +104,9 @@ inline BlockTrial& block_trial(const Tile& t, int64_t depth, int64_t bytes_of_a_
     // What all steps read of three fields, around twice the reach of rows, fills the core's cache.
     const int64_t row = 3 * (depth + 4) * t.reach * t.stride * bytes_of_a_value;
     const int64_t fit = std::max<int64_t>(16, core_cache() * 3 / 5 / row);
-    for (int64_t size : {2 * fit, fit})
-      if (2 * size < 3 * whole / 2) sizes.push_back(size);
+    const int64_t between = std::llround(std::sqrt(static_cast<double>(whole * fit)));  // for a third level
+    for (int64_t size : {between, fit})
+      if (3 * size <= 2 * whole) sizes.push_back(size);  // else there is one block
   }
   return trials.emplace(key, BlockTrial(sizes)).first->second;
 }

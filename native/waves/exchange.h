@@ -1,5 +1,5 @@
 // Halos from the neighbours across faces: one packed message each way, sent before the middle of the
-// tile is computed and awaited after.
+// tile is computed and awaited after (of passes of four steps, those of the last two steps).
 #pragma once
 
 #include "waves/memory.h"

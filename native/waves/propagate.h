@@ -29,6 +29,7 @@
 // and the exchange.
 #pragma once
 
+#include <chrono>
 #include <cmath>
 #include <vector>
 #include <string>
@@ -354,9 +355,7 @@ class Propagation {
   int advance(Wave& wave, Mode mode, const History& history, int64_t shot, int64_t n, int64_t count,
               const Values<T>& values, const Values<T>* reads = nullptr) {
     for (int64_t done = 0, stored = n; count > 0;) {
-      // Threads wait for each other after each box. A pass of several steps has many boxes, and each wait
-      // is long if other work uses one of the cores.
-      const int64_t depth = setup_.threads > 1 ? 1 : std::min(physics_.depth(), count);
+      const int64_t depth = std::min(most_steps(), count);
       if (int code = advance_together(wave, mode, history, shot, n, depth, values, reads))
         return code;
       n += mode == Mode::kAdjoint ? -depth : depth;
@@ -452,8 +451,11 @@ class Propagation {
     return exchange_.wait();
   }
 
-  // Histories of steps that a pass and `prepare` work on.
-  int64_t steps_in_use() const { return std::max<int64_t>(2, physics_.depth()); }
+  // Steps in a pass. Threads wait for each other after each box. A pass of several steps has many boxes, and
+  // each wait is long if other work uses one of the cores.
+  int64_t most_steps() const { return setup_.threads > 1 ? 1 : physics_.depth(); }
+  // Histories that a pass and `prepare` work on.
+  int64_t steps_in_use() const { return std::max<int64_t>(2, most_steps()); }
   size_t history_bytes() const { return physics_.history_size() * sizeof(T); }
 
   // Steps or states that are kept of a shot.

@@ -125,10 +125,12 @@ def test_kernels_agree_with_the_jax_program(comm, order, axis, settings):
         np.testing.assert_allclose(value, other, rtol=0, atol=1e-12 * scale)
 
 
-def test_blocks_of_several_steps_do_not_change_bits(comm):
-    """The second run's passes have blocks of other sizes along the long middle axis."""
-    shape, steps = (12, 300, 8), 15
-    grid = Grid(shape, (10.0,) * 3, comm, dims=(comm.size, 1, 1))
+@pytest.mark.parametrize("axis", [0, 1])
+def test_blocks_of_several_steps_do_not_change_bits(comm, axis):
+    """The second run's four long passes have blocks of other sizes along the long middle axis."""
+    shape, steps = (12, 400, 8), 19
+    dims = tuple(comm.size if a == axis else 1 for a in range(3))
+    grid = Grid(shape, (10.0,) * 3, comm, dims=dims)
     draw = np.random.default_rng(3)
     velocity = jnp.asarray(1500 + 900 * draw.random(shape))[grid.slices]
     wavelets = jnp.asarray(draw.standard_normal((1, 1, steps)))
