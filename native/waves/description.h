@@ -28,7 +28,7 @@ struct RunDescription {
   // Acoustic waves.
   double stable_length;      // the largest stable time step times the largest velocity
 
-  // Elastic waves: Kind (elastic.h, elastic3d.h) of the sources and of each component of the receivers.
+  // Elastic waves: Kind (elastic.h) of the sources and of each component of the receivers.
   int64_t source_kind;
   int64_t receivers;         // of each component
   int64_t n_components;

@@ -1,4 +1,4 @@
-// Elastic waves, of each type.
+// Elastic waves on two axes, of each type.
 #include "waves/elastic.h"
 
 #include "waves/run_as.h"
@@ -8,8 +8,8 @@ namespace mpigrad::waves {
 ffi::Error run_elastic(Kind kind, Call& c, const Setup& setup, Arguments& in, Results& out,
                        bool rest, bool save) {
   const bool doubles = in.get<Buffer>(0)->element_type() == ffi::F64;
-  return (doubles ? run_as<Elastic<double>> : run_as<Elastic<float>>)(kind, c, setup, in, out, rest,
-                                                                      save);
+  const auto run = doubles ? run_as<Elastic<double, 2>> : run_as<Elastic<float, 2>>;
+  return run(kind, c, setup, in, out, rest, save);
 }
 
 }  // namespace mpigrad::waves

@@ -1,107 +1,132 @@
-// Elastic waves for the time loop of propagate.h. A step has two phases: the velocities from the
-// stresses, then the stresses from the velocities. The phases of the adjoint do the same backwards in
-// time. A run that is saved writes the velocities of each step, and the memories of their
-// derivatives, directly into the history instead of the wave's own fields, at no extra cost.
+// Elastic waves on N axes for the time loop of propagate.h. A step has two phases, the velocities from the
+// stresses, then the stresses from the velocities. Those of the adjoint do the same backwards in time. A run
+// that is saved writes the velocities of each step, and the memories of their derivatives, directly into the
+// history instead of the wave's own fields.
+//
+// Layers along an axis lie in the tiles at the boundary, further from the faces across this axis than the
+// stencil reaches. So neighbours need no memories, and the adjoint's filter (elastic_rows.h) reads them
+// on this tile only. Its memories are replaced by new ones in each step, because rows around read them.
 #pragma once
 
-#include "waves/elastic_adjoint.h"
+#include "waves/elastic_rows.h"
 #include "waves/propagate.h"
 #include "waves/rim.h"
 
 namespace mpigrad::waves {
 
-template <class T>
+template <class T, int N>
 class Elastic {
+  using Shape = elastic::Shape<N>;
+  using Layers = elastic::Layers;
+  using Memories = elastic::Memories<T, N>;
+  using Motion = elastic::Motion<T, N>;
+  using Stress = elastic::Stress<T, N>;
+  using Parameters = elastic::Parameters<const T, N>;
+  using Weights = elastic::Weights<T, N>;
+  static constexpr int kLast = Shape::kLast, kPairs = Shape::kPairs, kStresses = Shape::kStresses;
+  static constexpr int64_t kReach = elastic::kReach;
+
  public:
   using Value = T;
-  static constexpr int kModels = 5, kFields = 7, kPhases = 2;
+  static constexpr int kModels = Parameters::kCount, kFields = 2 * N + kStresses, kPhases = 2;
   static constexpr bool kHistoryIsState = true;
-  enum Kind : int64_t { kPressure, kVx, kVy };  // field that a source drives or a receiver records
+  enum Kind : int64_t { kPressure, kVx, kVy, kVz };  // field that a source drives or a receiver records
 
   struct Wave {
     Memory first;  // the initial velocities, if steps in place have changed them
-    elastic::Velocity<T> v, next, previous;
-    Field<T> p, q, s;
-    Memory memories, strips;
-    elastic::Stress<T> stress;
-    elastic::Strips<T> by_stress, by_velocity;
+    Motion v, next, previous;
+    std::array<Field<T>, kStresses> fields;
+    Stress stress;
+    Memory memories, others;
+    Memories memory;
+    // Of the adjoint: the next memories of the stresses' derivatives, and of the velocities'.
+    Memories next_memory, next_motion;
+    // Velocities that the force of a step has changed in a history, and their values before.
+    std::vector<std::pair<T*, T>> driven;
     // The adjoint's receivers add these when the stresses have been computed from the velocities.
     std::vector<std::pair<T*, T>> late;
   };
 
-  // profiles: a and b at the centres, a and b half a cell further, along x, then along y.
+  // profiles: a and b at the centres, a and b half a cell further, along each axis.
   explicit Elastic(const Setup& setup)
       : setup_(setup),
         tile_(setup.tile),
         middle_(tile_.core(1)),
-        weights_(setup.dt, setup.spacing[0], setup.spacing[1]),
-        back_(-setup.dt, setup.spacing[0], setup.spacing[1]),
-        area_(1 / (setup.spacing[0] * setup.spacing[1])),
-        rim_(tile_, tile_.layers, elastic::kReach) {
-    for (size_t k = 0; k < 8; ++k)
-      profiles_[k].assign(setup.profiles[k].begin(), setup.profiles[k].end());
-    for (int half = 0; half < 2; ++half) {
-      profile_.ax[half] = profiles_[2 * half].data(), profile_.bx[half] = profiles_[2 * half + 1].data();
-      profile_.ay[half] = profiles_[4 + 2 * half].data();
-      profile_.by[half] = profiles_[5 + 2 * half].data();
+        weights_(setup.dt, setup.spacing),
+        back_(-setup.dt, setup.spacing),
+        share_(static_cast<T>(1 / (setup.spacing[0] * setup.spacing[1] * setup.spacing[2]))),
+        rim_(tile_, tile_.layers, kReach) {
+    const std::array<int64_t, 3> cells{tile_.nx, tile_.ny, tile_.nm};
+    for (int axis = 0; axis < N; ++axis) {
+      const Axis of = Shape::axis(axis);
+      layers_[axis] = AxisLayers(tile_, of, kReach);
+      for (int half = 0; half < 2; ++half)
+        profiles_[axis][half] = elastic::Profile<T>(
+            setup.profiles[4 * axis + 2 * half], setup.profiles[4 * axis + 2 * half + 1], setup.dt,
+            cells[of], tile_.layers[2 * of], tile_.layers[2 * of + 1]);
+      memory_size_ += N * padded_memory(axis);
     }
   }
 
-  // ---- the model: K = lambda + mu and mu at the cells, mu at the corners, 1/rho between them ----
+  // ---- the model: lambda + 2 mu / N and mu at the cells, mu between four of them, 1/rho between two ----
 
   std::vector<double> extremes(const Arrays<const T>&) const { return {}; }
   std::string fault(const double*) const { return ""; }  // Python checks the model
 
   void load(const Arrays<const T>& models) {
-    forward_ = {models[0], models[1], models[2], models[3], models[4]};
+    forward_ = parameters(models);
     // The adjoint divides by mu. In a fluid it uses a tiny mu, which does not affect other cells.
     const T little = sizeof(T) == 8 ? T(1e-24) : T(1e-12);
-    const int64_t cells = tile_.nx * tile_.ny;
-    positive_ = Memory(2 * cells * sizeof(T));
-    T* positive = static_cast<T*>(positive_.data());
-    for (int k = 0; k < 2; ++k)
-      for (int64_t c = 0; c < cells; ++c)
-        positive[k * cells + c] = std::max(models[1 + k][c], little * models[0][c]);
-    adjoint_ = {models[0], positive, positive + cells, models[3], models[4]};
-    sums_ = Memory(kModels * cells * sizeof(T));
+    positive_ = Memory((1 + kPairs) * cells() * sizeof(T));
+    Arrays<const T> adjoint = models;
+    for (int k = 0; k < 1 + kPairs; ++k) {
+      T* positive = static_cast<T*>(positive_.data()) + k * cells();
+      for (int64_t c = 0; c < cells(); ++c)
+        positive[c] = std::max(models[1 + k][c], little * models[0][c]);
+      adjoint[1 + k] = positive;
+    }
+    adjoint_ = parameters(adjoint);
+    sums_ = Memory(kModels * cells() * sizeof(T));
     T* sum = static_cast<T*>(sums_.data());
-    std::fill_n(sum, kModels * cells, T(0));
-    gradient_ = {sum, sum + cells, sum + 2 * cells, sum + 3 * cells, sum + 4 * cells};
+    std::fill_n(sum, kModels * cells(), T(0));
+    gradient_ = elastic::Parameters<T, N>([&] { return std::exchange(sum, sum + cells()); });
   }
 
-  void load_tangents(const Arrays<const T>& t) { tangents_ = {t[0], t[1], t[2], t[3], t[4]}; }
+  void load_tangents(const Arrays<const T>& t) { tangents_ = parameters(t); }
 
   void gradient(const Arrays<T>& models) const {
-    for (int64_t c = 0; c < tile_.nx * tile_.ny; ++c) {
-      models[0][c] = gradient_.bulk[c] / adjoint_.bulk[c];
-      models[1][c] = gradient_.shear[c] / adjoint_.shear[c];
-      models[2][c] = gradient_.corner[c] / adjoint_.corner[c];
-      models[3][c] = gradient_.bx[c] / adjoint_.bx[c] / adjoint_.bx[c];
-      models[4][c] = gradient_.by[c] / adjoint_.by[c] / adjoint_.by[c];
+    const auto& [bulk, shear, shears, buoyancy] = adjoint_;
+    for (int64_t c = 0; c < cells(); ++c) {
+      models[0][c] = gradient_.bulk[c] / bulk[c];
+      models[1][c] = gradient_.shear[c] / shear[c];
+      for (int k = 0; k < kPairs; ++k) models[2 + k][c] = gradient_.shears[k][c] / shears[k][c];
+      for (int b = 0; b < N; ++b)
+        models[2 + kPairs + b][c] = gradient_.buoyancy[b][c] / buoyancy[b][c] / buoyancy[b][c];
     }
   }
 
-  // ---- the state: vx, vy, p, q, s, and the memories along x and along y ----
+  // ---- the state: velocities, stresses, and the memories along each axis ----
 
   std::vector<int64_t> state_sizes() const {
-    const int64_t cells = tile_.nx * tile_.ny;
-    return {cells, cells, cells, cells, cells, 4 * along_x(), 4 * along_y()};
+    std::vector<int64_t> sizes(N + kStresses, cells());
+    for (const AxisLayers& layers : layers_) sizes.push_back(2 * N * layers.size(tile_));
+    return sizes;
   }
 
   Wave wave() const {
     Wave w;
     w.first = Memory(history_size() * sizeof(T));
-    w.p = Field<T>(tile_), w.q = Field<T>(tile_), w.s = Field<T>(tile_);
-    w.memories = Memory(2 * (along_x() + along_y()) * sizeof(T));
-    T* m = static_cast<T*>(w.memories.data());
-    w.stress = {w.p, w.q, w.s, {m, m + along_x()}, {m + 2 * along_x(), m + 2 * along_x() + along_y()}};
+    for (int k = 0; k < kStresses; ++k) w.stress[k] = w.fields[k] = Field<T>(tile_);
+    w.memories = Memory(memory_size_ * sizeof(T));
+    w.memory = memories(static_cast<T*>(w.memories.data()));
     return w;
   }
 
   void begin(Wave& w, const Arrays<const T>& state, int64_t shot) const {
     std::memset(w.first.data(), 0, w.first.bytes());
     std::memset(w.memories.data(), 0, w.memories.bytes());
-    w.p.clear(), w.q.clear(), w.s.clear();
+    for (Field<T>& field : w.fields) field.clear();
+    w.memory = memories(static_cast<T*>(w.memories.data()));
     w.v = w.next = slot(static_cast<T*>(w.first.data()));
     if (!state.empty()) transfer<true>(w, state, shot);
   }
@@ -112,29 +137,41 @@ class Elastic {
 
   void begin_adjoint(Wave& w, const Arrays<const T>& cotangents, int64_t shot) const {
     begin(w, cotangents, shot);
-    scale(w, [](T x, T parameter) { return x * parameter; }, T(1) / weights_.dt);
-    using S = elastic::Strips<T>;
-    const int64_t x = S::rows(tile_) * tile_.ny, y = tile_.nx * S::columns(tile_);
-    w.strips = Memory(4 * (x + y) * sizeof(T));
-    std::memset(w.strips.data(), 0, w.strips.bytes());
-    T* s = static_cast<T*>(w.strips.data());
-    w.by_stress = {{s, s + x}, {s + 2 * x, s + 2 * x + y}};
-    s += 2 * (x + y);
-    w.by_velocity = {{s, s + x}, {s + 2 * x, s + 2 * x + y}};
+    w.others = Memory(2 * memory_size_ * sizeof(T));
+    std::memset(w.others.data(), 0, w.others.bytes());
+    w.next_memory = memories(static_cast<T*>(w.others.data()));
+    w.next_motion = memories(static_cast<T*>(w.others.data()) + memory_size_);
+    const Parameters& k = adjoint_;
+    each_cell([&](int64_t o, int64_t c) {
+      for (int b = 0; b < N; ++b) w.v.v[b][o] *= k.buoyancy[b][c];
+      for (int b = 0; b < kPairs; ++b) w.stress[N + b][o] *= k.shears[b][c];
+      const T x = w.stress[0][o], z = w.stress[kLast][o], trace = sum(x, w.stress[1][o], z);
+      w.stress[0][o] = k.bulk[c] * trace;
+      w.stress[1][o] = 2 * k.shear[c] * (x - trace / N);
+      if (N == 3) w.stress[2][o] = 2 * k.shear[c] * (z - trace / N);
+    });
+    each_memory(w, [&](T& value) { value /= weights_.dt; });
   }
 
   void end_adjoint(Wave& w, const Arrays<T>& cotangents, int64_t shot) const {
     if (cotangents.empty()) return;
-    scale(w, [](T x, T parameter) { return x / parameter; }, weights_.dt);
+    const Parameters& k = adjoint_;
+    each_cell([&](int64_t o, int64_t c) {
+      for (int b = 0; b < N; ++b) w.v.v[b][o] /= k.buoyancy[b][c];
+      for (int b = 0; b < kPairs; ++b) w.stress[N + b][o] /= k.shears[b][c];
+      const T mean = w.stress[0][o] / k.bulk[c] / N, shear = 2 * k.shear[c];
+      const T x = w.stress[1][o] / shear, z = N == 3 ? w.stress[kLast][o] / shear : T(0);
+      w.stress[0][o] = mean + x, w.stress[1][o] = mean - (x + z);
+      if (N == 3) w.stress[2][o] = mean + z;
+    });
+    each_memory(w, [&](T& value) { value *= weights_.dt; });
     end(w, cotangents, shot);
   }
 
   // ---- a step ----
 
   int64_t depth() const { return 1; }
-  int64_t history_size() const {
-    return (2 * (tile_.padded() + along_x() + along_y()) + 15) / 16 * 16;
-  }
+  int64_t history_size() const { return (N * motion_pitch() + memory_size_ + 15) / 16 * 16; }
 
   // The history of a step that would have ended with the initial wave.
   T* first(Wave& w) const { return static_cast<T*>(w.first.data()); }
@@ -142,69 +179,60 @@ class Elastic {
   // Before a phase: `history` is that of the step, `before` that of the step before it.
   void prepare(int phase, Mode mode, Wave& w, T* history, T* before) {
     if (phase == 0) w.next = w.v;
-    if (mode == Mode::kSave && phase == 0) {
+    if (phase == 0 && mode == Mode::kSave) {
       w.next = slot(history);
-      clear_margin(w.next.vx);
-      clear_margin(w.next.vy);
+      for (T* field : w.next.v) clear_margin(field);
     }
     if (mode == Mode::kReverse && phase == 0) transfer_stress<true>(w.stress, before);
     if (mode == Mode::kReverse && phase == 1) {
       w.next = slot(history);
-      clear_margin(w.next.vx);
-      clear_margin(w.next.vy);
-      transfer_velocity<true>(w.next, before);
+      for (T* field : w.next.v) clear_margin(field), clear_columns(field);
+      transfer_motion<true>(w.next, before);
     }
     if (mode == Mode::kAdjoint || mode == Mode::kBorn) {
       after_ = slot(history);
       before_ = slot(before);
     }
-    if (mode != Mode::kAdjoint || (phase == 1 && fused(mode))) return;
-    in_parallel(setup_.threads, {0, tile_.nx, 0, tile_.ny}, [&](const Box& b) {
-      for (int64_t i = b.i0; i < b.i1; ++i)
-        if (phase == 0)
-          recall_stress(tile_, profile_, i, b.j0, b.j1, w.stress, w.v, w.by_stress);
-        else
-          recall_velocity(tile_, profile_, i, b.j0, b.j1, w.v, w.stress, w.by_velocity);
-    });
   }
 
-  void update(int phase, Mode mode, const Box& b, Wave& w, T*) const {
-    if (mode == Mode::kReverse) return undo(phase, rim_.part(b), w);
-    if (!fused(mode)) return rows(phase, mode, b, b.i0, b.i1, w);
-    const bool middle = b == middle_;
-    if (phase == 0)
-      middle ? both_phases(mode, b, w) : rows(0, mode, b, b.i0, b.i1, w);
-    else
-      rows(1, mode, b, middle ? fused_end() : b.i0, b.i1, w);
+  void update(int phase, Mode mode, const Box& box, Wave& w, T*) const {
+    if (mode == Mode::kReverse) return undo(phase, rim_.part(box), w);
+    if (!fused() || !(box == middle_)) return rows(phase, mode, box, box.i0, box.i1, w);
+    phase == 0 ? both_phases(mode, w) : rows(1, mode, box, fused_end(), box.i1, w);
   }
 
   void finish(int phase, Mode mode, Wave& w) const {
     if (phase == 0 || mode == Mode::kReverse) {
+      for (; !w.driven.empty(); w.driven.pop_back()) *w.driven.back().first = w.driven.back().second;
       w.previous = w.v;
       w.v = w.next;
+      if (mode == Mode::kAdjoint) std::swap(w.v.memory, w.next_motion);
     } else {
       for (const auto& [velocity, value] : w.late) *velocity += value;
       w.late.clear();
+      if (mode == Mode::kAdjoint) std::swap(w.memory, w.next_memory);
     }
   }
 
   void pieces(int phase, Mode mode, const Wave& w, std::vector<Piece<T>>& list) const {
     if ((phase == 0) != (mode == Mode::kReverse))
-      add_pieces({w.next.vx, w.next.vy}, list);
+      for (int axis = 0; axis < N; ++axis)
+        for (T* field : w.next.v) add_piece(field, axis, list);
     else
-      add_pieces({w.stress.p, w.stress.q, w.stress.s}, list);
+      add_stresses(mode == Mode::kAdjoint, w, list);
   }
   void all_pieces(const Wave& w, std::vector<Piece<T>>& list) const {
-    add_pieces({w.v.vx, w.v.vy, w.stress.p, w.stress.q, w.stress.s}, list);
+    for (int axis = 0; axis < N; ++axis) {
+      for (T* field : w.v.v) add_piece(field, axis, list);
+      for (T* field : w.stress) add_piece(field, axis, list);
+    }
   }
 
   // ---- boundary saving: before each step the stresses around the inside, the velocities outside ----
 
-  int64_t rim_size() const {
-    return 3 * rim_.ring_cells + 2 * (rim_.outside_cells + along_x() + along_y());
-  }
+  int64_t rim_size() const { return kStresses * rim_.ring_cells + N * rim_.outside_cells + memory_size_; }
   void keep_before(const Wave& w, T* rim) const {
-    transfer_velocity<false>(w.v, rim);
+    transfer_motion<false>(w.v, rim);
     transfer_stress<false>(w.stress, rim);
   }
   void keep_after(T*, T*) const {}
@@ -215,73 +243,135 @@ class Elastic {
   // The phase of the adjoint before which the sources' cotangents are read.
   int source_phase() const { return source() == kPressure ? 0 : 1; }
 
-  bool injects_first(int, Mode) const { return false; }
+  // Forces change the old velocities, which a step adds to the new ones: so the stresses of a row can be
+  // computed before all velocities are there.
+  bool injects_first(int phase, Mode mode) const {
+    return phase == 0 && mode != Mode::kAdjoint && mode != Mode::kReverse && source() != kPressure;
+  }
+
   void inject(int phase, Mode mode, const PointTable::Entry& e, Wave& w, T value, T*) const {
-    const bool adjoint = mode == Mode::kAdjoint, undone = mode == Mode::kReverse;
-    if (phase != ((adjoint || source() == kPressure) != undone ? 1 : 0)) return;
-    if (undone && !rim_.has(e.i, e.j)) return;  // the rim has it
-    const int64_t c = e.i * tile_.ny + e.j;
-    if (adjoint) {
-      switch (receiver(e.point)) {
-        case kPressure: w.stress.p[e.cell] -= adjoint_.bulk[c] * value; break;
-        case kVx: w.late.emplace_back(w.v.vx + e.cell, adjoint_.bx[c] * value); break;
-        case kVy: w.late.emplace_back(w.v.vy + e.cell, adjoint_.by[c] * value); break;
-      }
-    } else {
-      const T drive = (undone ? -1 : 1) * weights_.dt * area_ * value;
-      switch (source()) {
-        case kPressure: w.stress.p[e.cell] += drive; break;
-        case kVx: w.next.vx[e.cell] += forward_.bx[c] * drive; break;
-        case kVy: w.next.vy[e.cell] += forward_.by[c] * drive; break;
-      }
+    const int64_t c = model_row(e.i, e.m) + e.j;
+    if (mode == Mode::kAdjoint) {
+      if (phase == 0) return;
+      const Kind kind = receiver(e.point);
+      if (kind == kPressure)
+        w.stress[0][e.cell] -= adjoint_.bulk[c] * value;
+      else
+        w.late.emplace_back(w.v.v[kind - 1] + e.cell, adjoint_.buoyancy[kind - 1][c] * value);
+      return;
+    }
+    const T drive = weights_.dt * share_ * value;
+    if (mode == Mode::kReverse) {
+      if (phase != (source() == kPressure ? 0 : 1) || !rim_.has(e.i, e.j, e.m)) return;  // the rim has it
+      const int b = static_cast<int>(source()) - 1;
+      if (phase == 1)
+        w.next.v[b][e.cell] -= forward_.buoyancy[b][c] * drive;
+      else
+        for (int k = 0; k < N; ++k) w.stress[k][e.cell] -= drive;
+      return;
+    }
+    if (phase == 0 && source() != kPressure) {
+      const int b = static_cast<int>(source()) - 1;
+      T* velocity = w.v.v[b] + e.cell;
+      if (mode == Mode::kSave) w.driven.emplace_back(velocity, *velocity);
+      *velocity += forward_.buoyancy[b][c] * drive;
+    } else if (phase == 1 && source() == kPressure) {
+      for (int k = 0; k < N; ++k) w.stress[k][e.cell] += drive;
     }
   }
 
   T sample(Mode mode, const PointTable::Entry& e, const Wave& w) const {
     const bool adjoint = mode == Mode::kAdjoint;
-    T value = 0;
-    switch (adjoint ? source() : receiver(e.point)) {
-      case kPressure: {
-        const T p = w.stress.p[e.cell];
-        value = adjoint ? p / adjoint_.bulk[e.i * tile_.ny + e.j] : -p;
-        break;
-      }
-      case kVx: value = w.v.vx[e.cell]; break;
-      case kVy: value = w.v.vy[e.cell]; break;
-    }
-    return static_cast<T>(e.weight) * value * (adjoint ? weights_.dt * area_ : T(1));
+    const Kind kind = adjoint ? source() : receiver(e.point);
+    const auto of = [&](int k) { return w.stress[k][e.cell]; };
+    T value;
+    if (kind != kPressure)
+      value = w.v.v[kind - 1][e.cell];
+    else if (adjoint)
+      value = of(0) / adjoint_.bulk[model_row(e.i, e.m) + e.j];
+    else
+      value = -sum(of(0), of(1), of(kLast)) / N;
+    return static_cast<T>(e.weight) * value * (adjoint ? weights_.dt * share_ : T(1));
   }
 
  private:
-  int64_t along_x() const { return elastic::px(tile_) * tile_.ny; }
-  int64_t along_y() const { return tile_.nx * elastic::py(tile_); }
+  // Cells j0 to j1 of a row: where it begins in fields, and in arrays without margins.
+  struct Row {
+    int64_t i, m, j0, j1, o, c;
+  };
+
+  int64_t cells() const { return tile_.nx * tile_.nm * tile_.ny; }
+  int64_t model_row(int64_t i, int64_t m) const { return (i * tile_.nm + m) * tile_.ny; }
 
   Kind source() const { return static_cast<Kind>(setup_.source_kind); }
   Kind receiver(int64_t point) const {
     return static_cast<Kind>(setup_.component_kinds[point / setup_.receivers]);
   }
 
-  // Velocities and their memories in a piece of a history.
-  elastic::Velocity<T> slot(T* data) const {
-    if (!data) return {};
-    const int64_t size = tile_.padded();
-    T* m = data + 2 * size;
-    return {data + tile_.origin(),
-            data + size + tile_.origin(),
-            {m, m + along_x()},
-            {m + 2 * along_x(), m + 2 * along_x() + along_y()}};
+  static Parameters parameters(const Arrays<const T>& models) {
+    return Parameters([model = models.begin()]() mutable { return *model++; });
+  }
+  // Of values for each axis. On two axes `y` is not used, and z is the last one.
+  MPIGRAD_INLINE static T sum(T x, T y, T z) { return N == 3 ? x + y + z : x + z; }
+
+  // f(offset in a field, index in an array without margins) for each cell
+  template <class F>
+  void each_cell(const F& f) const {
+    for (int64_t i = 0; i < tile_.nx; ++i)
+      for (int64_t m = 0; m < tile_.nm; ++m)
+        for (int64_t j = 0; j < tile_.ny; ++j) f(tile_.at(i, m, j), model_row(i, m) + j);
+  }
+  // f(memory) for each cell of each layer, in the order of the state's array of an axis.
+  template <class F>
+  void each_memory(const Wave& w, int axis, const F& f) const {
+    for (const Memories* of : {&w.memory, &w.v.memory})
+      for (T* memory : (*of)[axis])
+        layers_[axis].each_cell(tile_, [&](int64_t place) { f(memory[place]); });
+  }
+  template <class F>
+  void each_memory(const Wave& w, const F& f) const {
+    for (int axis = 0; axis < N; ++axis) each_memory(w, axis, f);
   }
 
+  // Fields and memories of a history begin some cache lines apart, as Field does.
+  static constexpr int64_t kShift = 1088 / sizeof(T);
+  int64_t motion_pitch() const { return (tile_.padded() + 15) / 16 * 16 + kShift; }
+  int64_t padded_memory(int axis) const { return (layers_[axis].cells() + 15) / 16 * 16 + kShift; }
+
+  Memories memories(T* data) const {
+    Memories m{};
+    for (int axis = 0; axis < N; ++axis)
+      for (T*& memory : m[axis]) memory = std::exchange(data, data + padded_memory(axis));
+    return m;
+  }
+  // Velocities and their memories in a piece of a history.
+  Motion slot(T* data) const {
+    Motion motion;
+    if (!data) return motion;
+    for (T*& v : motion.v) v = std::exchange(data, data + motion_pitch()) + tile_.origin();
+    motion.memory = memories(data);
+    return motion;
+  }
+
+  // Rows beyond the ends of x and y. update clears the cells beyond the ends of each row.
   void clear_margin(T* field) const {
-    constexpr int64_t r = elastic::kReach;
-    for (int64_t i = -r; i < tile_.nx + r; ++i) {
-      T* row = field + tile_.at(i, 0);
-      if (i < 0 || i >= tile_.nx) {
-        std::fill(row - r, row + tile_.ny + r, T(0));
-      } else {
-        std::fill(row - r, row, T(0));
-        std::fill(row + tile_.ny, row + tile_.ny + r, T(0));
+    const auto clear = [&](int64_t i, int64_t m) { std::fill_n(field + tile_.at(i, m, 0), tile_.ny, T(0)); };
+    for (int64_t k = 0; k < kReach; ++k) {
+      for (int64_t m = 0; m < tile_.nm; ++m) clear(-1 - k, m), clear(tile_.nx + k, m);
+      for (int64_t i = 0; N == 3 && i < tile_.nx; ++i) clear(i, -1 - k), clear(i, tile_.nm + k);
+    }
+  }
+  void clear_columns(T* field) const {
+    for (int64_t i = 0; i < tile_.nx; ++i)
+      for (int64_t m = 0; m < tile_.nm; ++m) {
+        std::fill_n(field + tile_.at(i, m, -kReach), kReach, T(0));
+        std::fill_n(field + tile_.at(i, m, tile_.ny), kReach, T(0));
       }
+  }
+  void clear_ends(const Row& r, const Motion& v) const {
+    for (T* field : v.v) {
+      if (r.j0 == 0) std::fill_n(field + r.o - kReach, kReach, T(0));
+      if (r.j1 == tile_.ny) std::fill_n(field + r.o + tile_.ny, kReach, T(0));
     }
   }
 
@@ -289,160 +379,399 @@ class Elastic {
   template <bool kIn, class Array>
   void transfer(const Wave& w, const Array& state, int64_t shot) const {
     const std::vector<int64_t> sizes = state_sizes();
-    const auto copy = [](T* mine, auto* theirs, int64_t n) {
+    const auto copy = [](T* here, auto* there, int64_t n) {
       if constexpr (kIn)
-        std::memcpy(mine, theirs, n * sizeof(T));
+        std::memcpy(here, there, n * sizeof(T));
       else
-        std::memcpy(theirs, mine, n * sizeof(T));
+        std::memcpy(there, here, n * sizeof(T));
     };
-    T* const fields[5] = {w.v.vx, w.v.vy, w.stress.p, w.stress.q, w.stress.s};
-    for (int k = 0; k < 5; ++k)
+    for (int k = 0; k < N + kStresses; ++k) {
+      T* field = k < N ? w.v.v[k] : w.stress[k - N];
+      auto* array = state[k] + shot * sizes[k];
       for (int64_t i = 0; i < tile_.nx; ++i)
-        copy(fields[k] + tile_.at(i, 0), state[k] + shot * sizes[k] + i * tile_.ny, tile_.ny);
-    T* const x[4] = {w.stress.mx[0], w.stress.mx[1], w.v.mx[0], w.v.mx[1]};
-    T* const y[4] = {w.stress.my[0], w.stress.my[1], w.v.my[0], w.v.my[1]};
-    for (int k = 0; k < 4; ++k) {
-      copy(x[k], state[5] + shot * sizes[5] + k * along_x(), along_x());
-      copy(y[k], state[6] + shot * sizes[6] + k * along_y(), along_y());
+        for (int64_t m = 0; m < tile_.nm; ++m)
+          copy(field + tile_.at(i, m, 0), array + model_row(i, m), tile_.ny);
+    }
+    for (int axis = 0; axis < N; ++axis) {
+      const int k = N + kStresses + axis;
+      auto* value = state[k] + shot * sizes[k];
+      each_memory(w, axis, [&](T& memory) { copy(&memory, value++, 1); });
     }
   }
 
-  // Between fields and a rim: the memories, which follow each other, velocities, stresses.
+  // Between fields and a rim: the velocities' memories, which follow each other, velocities, stresses.
   template <bool kIn>
-  void transfer_velocity(const elastic::Velocity<T>& v, T* rim) const {
-    const int64_t memories = 2 * (along_x() + along_y());
-    std::memcpy(kIn ? v.mx[0] : rim, kIn ? rim : v.mx[0], memories * sizeof(T));
-    rim += memories;
-    for (T* field : {v.vx, v.vy}) rim = transfer_boxes<kIn>(tile_, rim_.outside, field, rim);
+  void transfer_motion(const Motion& motion, T* rim) const {
+    T* memories = motion.memory[0][0];
+    std::memcpy(kIn ? memories : rim, kIn ? rim : memories, memory_size_ * sizeof(T));
+    rim += memory_size_;
+    for (T* field : motion.v) rim = transfer_boxes<kIn>(tile_, rim_.outside, field, rim);
   }
   template <bool kIn>
-  void transfer_stress(const elastic::Stress<T>& stress, T* rim) const {
-    rim += 2 * (along_x() + along_y() + rim_.outside_cells);
-    for (T* field : {stress.p, stress.q, stress.s})
-      rim = transfer_boxes<kIn>(tile_, rim_.ring, field, rim);
+  void transfer_stress(const Stress& stress, T* rim) const {
+    rim += memory_size_ + N * rim_.outside_cells;
+    for (T* field : stress) rim = transfer_boxes<kIn>(tile_, rim_.ring, field, rim);
   }
 
-  // From cotangents to the adjoint's variables, or back.
-  template <class F>
-  void scale(Wave& w, F f, T memories) const {
-    T* const fields[5] = {w.v.vx, w.v.vy, w.stress.p, w.stress.q, w.stress.s};
-    const T* const by[5] = {adjoint_.bx, adjoint_.by, adjoint_.bulk, adjoint_.shear, adjoint_.corner};
-    for (int k = 0; k < 5; ++k)
-      for (int64_t i = 0; i < tile_.nx; ++i) {
-        T* row = fields[k] + tile_.at(i, 0);
-        for (int64_t j = 0; j < tile_.ny; ++j) row[j] = f(row[j], by[k][i * tile_.ny + j]);
+  void add_piece(T* field, int axis, std::vector<Piece<T>>& list) const {
+    const std::array<int64_t, 3> n{tile_.nx, tile_.ny, tile_.nm};
+    // As in Piece: first the columns (across columns the rows), then the third axis.
+    const Axis of = Shape::axis(axis);
+    const int a = of == kColumns ? kRows : kColumns, b = 3 - of - a;
+    list.push_back({field, of, 0, n[a], 0, n[b]});
+  }
+  // Across an axis, the stresses that are differentiated along it.
+  void add_stresses(bool adjoint, const Wave& w, std::vector<Piece<T>>& list) const {
+    for (int axis = 0; axis < N; ++axis) {
+      for (int b = 0; b < N; ++b)
+        if (b != axis) add_piece(w.stress[elastic::stress_of<N>(axis, b)], axis, list);
+      if (!adjoint) {
+        add_piece(w.stress[axis], axis, list);
+      } else {
+        add_piece(w.stress[0], axis, list);
+        if (N == 2 || axis != 2) add_piece(w.stress[1], axis, list);
+        if (N == 3 && axis != 0) add_piece(w.stress[2], axis, list);
       }
-    for (int k = 0; k < 2; ++k) {
-      for (T* m : {w.stress.mx[k], w.v.mx[k]})
-        for (int64_t n = 0; n < along_x(); ++n) m[n] *= memories;
-      for (T* m : {w.stress.my[k], w.v.my[k]})
-        for (int64_t n = 0; n < along_y(); ++n) m[n] *= memories;
     }
   }
 
-  void add_pieces(std::initializer_list<T*> fields, std::vector<Piece<T>>& list) const {
-    for (T* field : fields) {
-      list.push_back({field, 0, 0, tile_.ny});
-      list.push_back({field, 1, 0, tile_.nx});
-    }
-  }
+  // ---- rows ----
 
-  // The stresses of a row of the middle are computed as soon as the velocities around it are there,
-  // while they are in the cache. Forces are added to the velocities between the phases.
-  bool fused(Mode mode) const {
-    return setup_.threads == 1 && (mode == Mode::kAdjoint || source() == kPressure);
-  }
+  // The stresses of a plane of the middle are computed as soon as the velocities around it are there,
+  // while they are in the cache.
+  bool fused() const { return setup_.threads == 1; }
   // The last rows' stresses are left for the second phase, to be computed while its messages travel.
   int64_t fused_end() const {
     const Box& b = middle_;
-    return b == Box{0, tile_.nx, 0, tile_.ny} ? b.i1 : b.i1 - (b.i1 - b.i0) / 8;
+    const bool alone = b == Box{0, tile_.nx, 0, tile_.ny, 0, tile_.nm};
+    return alone ? b.i1 : b.i1 - (b.i1 - b.i0) / 8;
   }
-  void both_phases(Mode mode, const Box& b, Wave& w) const {
-    constexpr int64_t r = elastic::kReach;
+  void both_phases(Mode mode, Wave& w) const {
+    const Box& b = middle_;
     const int64_t end = fused_end();
-    for (int64_t i = b.i0; i < b.i1 + r; ++i) {
+    for (int64_t i = b.i0; i < std::max(b.i1, end + kReach); ++i) {
       if (i < b.i1) rows(0, mode, b, i, i + 1, w);
-      const int64_t k = i - r;
+      const int64_t k = i - kReach;
       if (k < b.i0 || k >= end) continue;
-      mode == Mode::kAdjoint ? deform_back(k, b, w) : deform_row(k, b, w, mode, w.v, w.next);
+      for (int64_t m = b.m0; m < b.m1; ++m)
+        deform({k, m, b.j0, b.j1, tile_.at(k, m, 0), model_row(k, m)}, mode, w, w.v, w.next);
     }
+  }
+
+  // Fetches lines that the next row will read, while this one is computed.
+  MPIGRAD_INLINE static void prefetch(const Row& r, std::initializer_list<const T*> rows) {
+    for (const T* row : rows)
+      for (int64_t j = r.j0; j < r.j1; j += 64 / static_cast<int64_t>(sizeof(T))) __builtin_prefetch(row + j);
   }
 
   // One phase of rows of a box.
   void rows(int phase, Mode mode, const Box& b, int64_t first, int64_t last, Wave& w) const {
-    for (int64_t i = first; i < last; ++i) {
-      if (mode != Mode::kAdjoint) {
-        phase == 0 ? accelerate_row(i, b, w, mode) : deform_row(i, b, w, mode, w.previous, w.v);
-      } else if (phase == 1) {
-        deform_back(i, b, w);
-      } else {
-        accelerate_back(i, b, w);
-        if (fused(mode))
-          recall_velocity(tile_, profile_, i, b.j0, b.j1, w.v, w.stress, w.by_velocity);
+    for (int64_t i = first; i < last; ++i)
+      for (int64_t m = b.m0; m < b.m1; ++m) {
+        const Row row{i, m, b.j0, b.j1, tile_.at(i, m, 0), model_row(i, m)};
+        phase == 0 ? accelerate(row, mode, w) : deform(row, mode, w, w.previous, w.v);
       }
-    }
   }
 
-  // A step backwards inside the layers: the stresses first.
+  // A step backwards inside of the layers: the stresses first.
   void undo(int phase, const Box& b, Wave& w) const {
     for (int64_t i = b.i0; i < b.i1; ++i)
-      if (phase == 0)
-        deform(tile_, back_, i, b.j0, b.j1, w.v.vx, w.v.vy, forward_, w.stress);
-      else
-        accelerate(tile_, back_, i, b.j0, b.j1, w.stress, forward_, w.v.vx, w.v.vy, w.next.vx,
-                   w.next.vy);
-  }
-
-  void accelerate_row(int64_t i, const Box& b, Wave& w, Mode mode) const {
-    remember_stress(tile_, weights_, profile_, i, b.j0, b.j1, w.stress);
-    accelerate(tile_, weights_, i, b.j0, b.j1, w.stress, forward_, w.v.vx, w.v.vy, w.next.vx,
-               w.next.vy);
-    accelerate_in_layers(tile_, weights_, i, b.j0, b.j1, w.stress, forward_, w.next.vx, w.next.vy);
-    if (mode == Mode::kBorn) {
-      const int64_t o = tile_.at(i, 0), c = i * tile_.ny;
-      for (int64_t j = b.j0; j < b.j1; ++j) {
-        w.next.vx[o + j] += tangents_.bx[c + j] / forward_.bx[c + j] *
-                            (after_.vx[o + j] - before_.vx[o + j]);
-        w.next.vy[o + j] += tangents_.by[c + j] / forward_.by[c + j] *
-                            (after_.vy[o + j] - before_.vy[o + j]);
+      for (int64_t m = b.m0; m < b.m1; ++m) {
+        const Row row{i, m, b.j0, b.j1, tile_.at(i, m, 0), model_row(i, m)};
+        if (phase == 0)
+          deform<Layers::kNone>(row, back_, w.v, w.memory, w.memory, forward_, w.stress);
+        else
+          forces<Layers::kNone>(row, w);
       }
+  }
+
+  // The velocities of a row.
+  void accelerate(const Row& r, Mode mode, Wave& w) const {
+    if (mode == Mode::kAdjoint) {
+      correlate_deformation(r, w.stress);
+      forces<Layers::kBack>(r, w);
+      correlate_acceleration(r, w.next);
+    } else {
+      forces<Layers::kStep>(r, w);
+      if (mode == Mode::kBorn) change_buoyancies(r, w.next);
+      if (mode == Mode::kSave) clear_ends(r, w.next);
     }
   }
 
-  void deform_row(int64_t i, const Box& b, Wave& w, Mode mode,
-                  const elastic::Velocity<T>& previous, const elastic::Velocity<T>& v) const {
-    remember_velocity(tile_, weights_, profile_, i, b.j0, b.j1, previous, v);
-    deform(tile_, weights_, i, b.j0, b.j1, v.vx, v.vy, forward_, w.stress);
-    deform_in_layers(tile_, weights_, i, b.j0, b.j1, v, forward_, w.stress);
-    if (mode == Mode::kBorn) {
-      deform(tile_, weights_, i, b.j0, b.j1, after_.vx, after_.vy, tangents_, w.stress);
-      deform_in_layers(tile_, weights_, i, b.j0, b.j1, after_, tangents_, w.stress);
+  // The stresses of a row. `previous` has the velocities' memories before the step.
+  void deform(const Row& r, Mode mode, Wave& w, const Motion& previous, const Motion& v) const {
+    if (mode == Mode::kAdjoint) {
+      deform<Layers::kBack>(r, back_, v, w.memory, w.next_memory, adjoint_, w.stress);
+      return;
+    }
+    deform<Layers::kStep>(r, weights_, v, previous.memory, v.memory, forward_, w.stress);
+    if (mode == Mode::kBorn)
+      deform<Layers::kRead>(r, weights_, after_, after_.memory, after_.memory, tangents_, w.stress);
+  }
+
+  template <Layers L>
+  void forces(const Row& r, Wave& w) const {
+    force<0, L>(r, w), force<1, L>(r, w);
+    if constexpr (N == 3) force<2, L>(r, w);
+  }
+  // v_B += b (sum of the derivatives of its stresses). The adjoint's memories are the velocities'.
+  template <int B, Layers L>
+  void force(const Row& r, Wave& w) const {
+    constexpr bool kBack = L == Layers::kBack;
+    const Memories& from = kBack ? w.v.memory : w.memory;
+    const Memories& to = kBack ? w.next_motion : w.memory;
+    const T* buoyancy = (kBack ? adjoint_ : forward_).buoyancy[B] + r.c;
+    const T* v = w.v.v[B] + r.o;
+    T* next = w.next.v[B] + r.o;
+    const Weights& k = L == Layers::kStep ? weights_ : back_;
+    const Stress s = at(w.stress, r.o);
+    const int64_t plane = tile_.plane, stride = tile_.stride;
+    prefetch(r, {s[elastic::stress_of<N>(0, B)] + (B == 0 ? 2 : 1) * plane + stride, v + stride,
+                 buoyancy + tile_.ny});
+    if (N == 3 && B == 1) prefetch(r, {s[1] + 3 * stride});
+    if (N == 3 && B == 2) prefetch(r, {s[2] + stride, s[kStresses - 1] + 2 * stride});
+    const auto x = elastic::stress_at<N, 0, B, kBack, T>(s);
+    const auto y = elastic::stress_at<N, 1, B, kBack, T>(s);  // on three axes
+    const auto z = elastic::stress_at<N, kLast, B, kBack, T>(s);
+    with_layers<L>(r, [&](auto of_x, auto of_y) {
+      constexpr Layers kX = decltype(of_x)::value, kY = decltype(of_y)::value;
+      const auto rx = row_layers<kX>(0, B, !kBack, r, from, to);
+      const auto ry = row_layers<kY>(1, B, !kBack, r, from, to);
+      const T dt = k.dt, nx = k.near[0], fx = k.far[0], ny = k.near[1], fy = k.far[1], nz = k.near[kLast],
+              fz = k.far[kLast];
+#pragma omp simd
+      for (int64_t j = r.j0; j < r.j1; ++j) {
+        const T gx = elastic::slope<kX, B == 0>(x, j, plane, nx, fx, dt, rx);
+        T gy = 0;
+        if constexpr (N == 3) gy = elastic::slope<kY, B == 1>(y, j, stride, ny, fy, dt, ry);
+        const T gz = elastic::difference<B == kLast>(
+            nz, fz, [&](int n) __attribute__((always_inline)) { return z(j + n); });
+        next[j] = v[j] + buoyancy[j] * sum(gx, gy, gz);
+      }
+    });
+    at_ends<L, B == kLast>(r, B, !kBack, from, to, k, z, [=](int64_t j, T g) __attribute__((always_inline)) {
+      next[j] += buoyancy[j] * g;
+    });
+  }
+
+  // The stresses from velocities, by Hooke's law with `c`.
+  template <Layers L>
+  void deform(const Row& r, const Weights& k, const Motion& v, const Memories& from, const Memories& to,
+              const Parameters& c, const Stress& stress) const {
+    const T *bulk = c.bulk + r.c, *shear = c.shear + r.c;
+    T *n0 = stress[0] + r.o, *n1 = stress[1] + r.o, *n2 = stress[kLast] + r.o;
+    const int64_t ny = tile_.ny;
+    prefetch(r, {bulk + ny, shear + ny});
+    stretch<L>(r, k, v, from, to, [=](int64_t j, T x, T y, T z) __attribute__((always_inline)) {
+      const T trace = sum(x, y, z), mu = 2 * shear[j], mean = trace * T(1. / N);
+      if constexpr (L == Layers::kBack) {
+        n0[j] += bulk[j] * trace;
+        n1[j] += mu * (x - mean);
+        if constexpr (N == 3) n2[j] += mu * (z - mean);
+      } else {
+        const T all = bulk[j] * trace;
+        n0[j] += all + mu * (x - mean);
+        if constexpr (N == 3) n1[j] += all + mu * (y - mean);
+        n2[j] += all + mu * (z - mean);
+      }
+    });
+    for (const T* mu : c.shears) prefetch(r, {mu + r.c + ny});
+    slides<L>(r, k, v, from, to, [&](int pair) {
+      return multiply(c.shears[pair] + r.c, stress[N + pair] + r.o);
+    });
+  }
+  static auto multiply(const T* factor, T* sum) {
+    return [=](int64_t j, T g) __attribute__((always_inline)) { sum[j] += factor[j] * g; };
+  }
+
+  // The moduli's part of the gradient: cotangents after the step, velocities of the step.
+  void correlate_deformation(const Row& r, const Stress& stress) const {
+    const Memories& m = after_.memory;
+    const T *p = stress[0] + r.o, *dx = stress[1] + r.o, *dz = stress[kLast] + r.o;
+    T *bulk = gradient_.bulk + r.c, *shear = gradient_.shear + r.c;
+    const int64_t ahead = 2 * tile_.plane + tile_.stride, n = tile_.ny;
+    prefetch(r, {bulk + n, shear + n});
+    for (const T* v : after_.v) prefetch(r, {v + r.o + ahead});
+    for (const T* mu : gradient_.shears) prefetch(r, {mu + r.c + n});
+    stretch<Layers::kRead>(
+        r, weights_, after_, m, m, [=](int64_t j, T x, T y, T z) __attribute__((always_inline)) {
+          bulk[j] += p[j] * sum(x, y, z);
+          shear[j] += N == 3 ? dx[j] * (x - y) + dz[j] * (z - y) : dx[j] * (x - z);
+        });
+    slides<Layers::kRead>(r, weights_, after_, m, m, [&](int pair) {
+      return multiply(stress[N + pair] + r.o, gradient_.shears[pair] + r.c);
+    });
+  }
+
+  // use(j, D v_x, D v_y, D v_z) along their own axes, for each cell, and again for what the columns' layers
+  // add. On two axes the last one is y.
+  template <Layers L, class Use>
+  void stretch(const Row& r, const Weights& k, const Motion& motion, const Memories& from,
+               const Memories& to, const Use& use) const {
+    constexpr bool kBack = L == Layers::kBack;
+    const auto x = velocity(motion.v[0] + r.o), y = velocity(motion.v[1] + r.o);
+    const auto z = velocity(motion.v[kLast] + r.o);
+    with_layers<L>(r, [&](auto of_x, auto of_y) {
+      constexpr Layers kX = decltype(of_x)::value, kY = decltype(of_y)::value;
+      const auto rx = row_layers<kX>(0, 0, kBack, r, from, to);
+      const auto ry = row_layers<kY>(1, 1, kBack, r, from, to);
+      const int64_t plane = tile_.plane, stride = tile_.stride;
+      const T dt = k.dt, nx = k.near[0], fx = k.far[0], ny = k.near[1], fy = k.far[1], nz = k.near[kLast],
+              fz = k.far[kLast];
+#pragma omp simd
+      for (int64_t j = r.j0; j < r.j1; ++j) {
+        const T gx = elastic::slope<kX, false>(x, j, plane, nx, fx, dt, rx);
+        T gy = 0;
+        if constexpr (N == 3) gy = elastic::slope<kY, false>(y, j, stride, ny, fy, dt, ry);
+        const T gz = elastic::difference<false>(
+            nz, fz, [&](int n) __attribute__((always_inline)) { return z(j + n); });
+        use(j, gx, gy, gz);
+      }
+    });
+    at_ends<L, false>(r, kLast, kBack, from, to, k, z, [=](int64_t j, T g) __attribute__((always_inline)) {
+      use(j, T(0), T(0), g);
+    });
+  }
+
+  // use(pair) is the `use` of `slide` for each pair of axes.
+  template <Layers L, class Use>
+  void slides(const Row& r, const Weights& k, const Motion& motion, const Memories& from,
+              const Memories& to, const Use& use) const {
+    slide<0, 1, L>(r, k, motion, from, to, use(0));
+    if constexpr (N == 3) {
+      slide<0, 2, L>(r, k, motion, from, to, use(1));
+      slide<1, 2, L>(r, k, motion, from, to, use(2));
+    }
+  }
+  // use(j, D_A v_B + D_B v_A) for each cell, and again for what the columns' layers add.
+  template <int A, int B, Layers L, class Use>
+  void slide(const Row& r, const Weights& k, const Motion& motion, const Memories& from,
+             const Memories& to, const Use& use) const {
+    constexpr bool kBack = L == Layers::kBack;
+    const auto va = velocity(motion.v[A] + r.o), vb = velocity(motion.v[B] + r.o);
+    with_layers<L, A == 0, B != kLast || A == 1>(r, [&](auto of_x, auto of_y) {
+      constexpr Layers kX = decltype(of_x)::value, kY = decltype(of_y)::value;
+      constexpr Layers kA = A == 0 ? kX : kY, kB = B == kLast ? Layers::kNone : kY;
+      const auto ra = row_layers<kA>(A, B, kBack, r, from, to);
+      const auto rb = row_layers<kB>(B, A, kBack, r, from, to);
+      const int64_t step_a = A == 0 ? tile_.plane : tile_.stride, step_b = B == kLast ? 1 : tile_.stride;
+      const T dt = k.dt, na = k.near[A], fa = k.far[A], nb = k.near[B], fb = k.far[B];
+#pragma omp simd
+      for (int64_t j = r.j0; j < r.j1; ++j)
+        use(j, elastic::slope<kA, true>(vb, j, step_a, na, fa, dt, ra) +
+                   elastic::slope<kB, true>(va, j, step_b, nb, fb, dt, rb));
+    });
+    if constexpr (B == kLast) at_ends<L, true>(r, A, kBack, from, to, k, va, use);
+  }
+
+  // The buoyancies' part: cotangents after this step's adjoint acceleration.
+  void correlate_acceleration(const Row& r, const Motion& adjoint) const {
+    for (int b = 0; b < N; ++b) {
+      const T *a = adjoint.v[b] + r.o, *before = before_.v[b] + r.o, *after = after_.v[b] + r.o;
+      T* sum = gradient_.buoyancy[b] + r.c;
+      prefetch(r, {sum + tile_.ny, before + tile_.stride});
+#pragma omp simd
+      for (int64_t j = r.j0; j < r.j1; ++j) sum[j] += a[j] * (after[j] - before[j]);
+    }
+  }
+  // A tangent's velocities, from the buoyancies' tangents.
+  void change_buoyancies(const Row& r, const Motion& v) const {
+    for (int b = 0; b < N; ++b) {
+      const T *k = forward_.buoyancy[b] + r.c, *change = tangents_.buoyancy[b] + r.c;
+      const T *before = before_.v[b] + r.o, *after = after_.v[b] + r.o;
+      T* next = v.v[b] + r.o;
+#pragma omp simd
+      for (int64_t j = r.j0; j < r.j1; ++j) next[j] += change[j] / k[j] * (after[j] - before[j]);
     }
   }
 
-  void accelerate_back(int64_t i, const Box& b, Wave& w) const {
-    correlate_deformation(tile_, weights_, i, b.j0, b.j1, w.stress, after_, gradient_);
-    accelerate(tile_, back_, i, b.j0, b.j1, w.stress, adjoint_, w.v.vx, w.v.vy, w.v.vx, w.v.vy);
-    accelerate_by_strips(tile_, back_, i, b.j0, b.j1, w.by_stress, adjoint_, w.v.vx, w.v.vy);
-    correlate_acceleration(tile_, i, b.j0, b.j1, w.v, before_, after_, gradient_);
+  static Stress at(Stress fields, int64_t offset) {
+    for (T*& field : fields) field += offset;
+    return fields;
+  }
+  static auto velocity(const T* v) {
+    return [v](int64_t j) __attribute__((always_inline)) { return v[j]; };
   }
 
-  void deform_back(int64_t i, const Box& b, Wave& w) const {
-    deform(tile_, back_, i, b.j0, b.j1, w.v.vx, w.v.vy, adjoint_, w.stress);
-    deform_by_strips(tile_, back_, i, b.j0, b.j1, w.by_velocity, adjoint_, w.stress);
+  // f(kind of the layers of x, kind of y) as constants: L in their rows, or near them for the adjoint.
+  template <Layers L, bool kHasX = true, bool kHasY = true, class F>
+  void with_layers(const Row& r, const F& f) const {
+    using On = std::integral_constant<Layers, L>;
+    using Off = std::integral_constant<Layers, Layers::kNone>;
+    if constexpr (N == 2 && kHasY) return with_layers<L, kHasX, false>(r, f);
+    if constexpr (L == Layers::kNone) return f(Off(), Off());
+    const auto acts = [](const AxisLayers& layers, int64_t a) {
+      return L == Layers::kBack ? layers.is_near(a, kReach) : layers.has(a);
+    };
+    const bool x = kHasX && acts(layers_[0], r.i), y = kHasY && acts(layers_[1], r.m);
+    if constexpr (kHasX && kHasY)
+      if (x && y) return f(On(), On());
+    if constexpr (kHasX)
+      if (x) return f(On(), Off());
+    if constexpr (kHasY)
+      if (y) return f(Off(), On());
+    f(Off(), Off());
+  }
+
+  // Of the derivative along x or y of the stress or the velocity of component b. The memories of
+  // stresses lie where they are differentiated.
+  template <Layers L>
+  MPIGRAD_INLINE elastic::RowLayers<T> row_layers(int axis, int b, bool of_stress, const Row& r,
+                                                    const Memories& from, const Memories& to) const {
+    elastic::RowLayers<T> f{};
+    if (L == Layers::kNone) return f;
+    const int64_t a = axis == 0 ? r.i : r.m, other = axis == 0 ? r.m : r.i;
+    const elastic::Profile<T>& profile = profiles_[axis][(axis == b) == of_stress];
+    const int k = elastic::memory_of(axis, b);
+    const auto place = [&](int64_t n) {
+      const AxisLayers::Rows rows = layers_[axis].rows(a + n);
+      return rows.first + other * rows.pitch;
+    };
+    for (int n = L == Layers::kBack ? -2 : 0; n <= (L == Layers::kBack ? 2 : 0); ++n) {
+      f.memory[2 + n] = from[axis][k] + place(n);
+      f.a[2 + n] = profile.a(L)[a + n];
+    }
+    // Outside of the layers b is zero, and so is what is written to the row of zeros.
+    f.next = to[axis][k] + place(0);
+    f.b = profile.b()[a];
+    const int64_t next_row = layers_[axis].next_row();
+    prefetch(r, {f.memory[2] + next_row});
+    if (L != Layers::kRead && f.next != f.memory[2]) prefetch(r, {f.next + next_row});
+    return f;
+  }
+
+  // The same along the columns, at both ends of a row.
+  template <Layers L, bool kAhead, class F, class Add>
+  MPIGRAD_INLINE void at_ends(const Row& r, int b, bool of_stress, const Memories& from,
+                              const Memories& to, const Weights& w, const F& field, const Add& add) const {
+    if (L == Layers::kNone) return;
+    const AxisLayers& columns = layers_[kLast];
+    const elastic::Profile<T>& profile = profiles_[kLast][(b == kLast) == of_stress];
+    const int k = elastic::memory_of(kLast, b);
+    const T near = w.near[kLast], far = w.far[kLast], dt = w.dt;
+    const int64_t left = std::clamp(columns.left_end(), r.j0, r.j1);
+    const int64_t right = std::clamp(tile_.ny - columns.right_end(), left, r.j1);
+    const auto end = [&](int64_t j0, int64_t j1, int64_t place) {
+      const elastic::EndLayers<T> layers{from[kLast][k] + place, profile.a(L), profile.b(), to[kLast][k] + place,
+                                           columns.next_row()};
+      elastic::slope_at_end<L, kAhead>(field, j0, j1, near, far, dt, layers, add);
+    };
+    if (r.j0 < left) end(r.j0, left, columns.left(r.i, r.m));
+    if (right < r.j1) end(right, r.j1, columns.right(r.i, r.m));
   }
 
   const Setup& setup_;
   const Tile& tile_;
   const Box middle_;
-  const elastic::Weights<T> weights_, back_;
-  const T area_;
+  const Weights weights_, back_;
+  const T share_;  // of a source in its cell
+  AxisLayers layers_[N];
+  elastic::Profile<T> profiles_[N][2];  // at the centres, and half a cell further
+  int64_t memory_size_ = 0;
   const Rim rim_;
-  std::vector<T> profiles_[8];
-  elastic::Profile<T> profile_;
-  elastic::Parameters<T> forward_, adjoint_, tangents_;
-  elastic::Gradient<T> gradient_;
-  elastic::Velocity<T> before_, after_;  // of the step that the adjoint or the tangent is at
+  Parameters forward_, adjoint_, tangents_;
+  elastic::Parameters<T, N> gradient_;
+  Motion before_, after_;  // of the step that the adjoint or the tangent is at
   Memory positive_, sums_;
 };
 

@@ -1,14 +1,14 @@
 // Elastic waves on three axes, of each type.
-#include "waves/elastic3d.h"
+#include "waves/elastic.h"
 
 #include "waves/run_as.h"
 
 namespace mpigrad::waves {
 
-ffi::Error run_elastic3d(Kind kind, Call& c, const Setup& setup, Arguments& in, Results& out, bool rest,
-                         bool save) {
+ffi::Error run_elastic3d(Kind kind, Call& c, const Setup& setup, Arguments& in, Results& out,
+                       bool rest, bool save) {
   const bool doubles = in.get<Buffer>(0)->element_type() == ffi::F64;
-  const auto run = doubles ? run_as<Elastic3d<double>> : run_as<Elastic3d<float>>;
+  const auto run = doubles ? run_as<Elastic<double, 3>> : run_as<Elastic<float, 3>>;
   return run(kind, c, setup, in, out, rest, save);
 }
 

@@ -1,215 +1,198 @@
-// Elastic waves (P-SV) on a staggered grid, fourth order, with C-PML: one row of cells at a time.
+// Elastic waves on two or three axes on a staggered grid, fourth order, with C-PML: rows of cells
+// (reference.py has the equations). Axes and components are in the order of the grid: x, y, and on three axes z.
+// The columns are the last axis.
 //
-// Fields: p = (s_xx + s_yy) / 2, q = (s_xx - s_yy) / 2 at (i, j), s = s_xy at (i + 1/2, j + 1/2),
-// vx at (i + 1/2, j), vy at (i, j + 1/2). In these the elastic law is diagonal:
-//     p += dt K (vx_x + vy_y), q += dt mu (vx_x - vy_y), s += dt m (vx_y + vy_x),
-//     vx += dt bx ((p + q)_x + s_y), vy += dt by (s_x + (p - q)_y),
-// and the adjoint, in p~ = K p', q~ = mu q', s~ = m s', v~ = b v' (p' ... the cotangents), has the
-// same form with -dt. In the layers every derivative g becomes g + psi, psi <- b psi + a g. The
-// adjoint differentiates u + a phi instead of u, with phi <- b phi after phi += u, so only strips of
-// a phi are added.
+// A forward wave has the normal stresses s_xx, s_yy (and s_zz). The adjoint has the scaled cotangents of their
+// mean p and of the deviators d_x = s_xx - p (and d_z = s_zz - p), for which Hooke's law is diagonal:
+//     p += dt (lambda + 2 mu / axes) e,   d_i += dt 2 mu (D v_i - e / axes),   e = sum of D v_i,
+//     s_ij += dt m_ij (D v_i + D v_j),  v~ += dt b (sum of D s_ij),
+// with -dt. The cotangents of the strain rates are p + d_x, p - d_x (- d_z) and p + d_z. (In a fluid, mu is
+// tiny: deviators that were differences of normal stresses would be lost to rounding.)
 #pragma once
 
-#include "waves/tile.h"
+#include "waves/layer_field.h"
 
 namespace mpigrad::waves::elastic {
 
 constexpr int64_t kReach = 2;
 
-// The memories of the layers along x lie in rows of their own, those along y in columns.
-inline int64_t px(const Tile& t) { return t.layers[0] + t.layers[1]; }
-inline int64_t py(const Tile& t) { return t.layers[2] + t.layers[3]; }
-// The memories' row for a row of the tile, or -1.
-inline int64_t layer_row(const Tile& t, int64_t i) {
-  return i < t.layers[0] ? i : i >= t.nx - t.layers[1] ? i - (t.nx - px(t)) : -1;
+// What depends on the number N of axes.
+template <int N>
+struct Shape {
+  static constexpr int kLast = N - 1;  // the columns
+  static constexpr int kPairs = N * (N - 1) / 2, kStresses = N + kPairs;
+  static constexpr Axis axis(int a) { return a == 0 ? kRows : a == kLast ? kColumns : kMiddle; }
+};
+// The stress between two axes: xx, yy (zz), xy (xz, yz).
+template <int N>
+constexpr int stress_of(int a, int b) {
+  return a == b ? a : N - 1 + a + b;
 }
+// Of the memories of an axis, that of the velocity or stress with component b: the axis itself first.
+constexpr int memory_of(int axis, int b) { return b == axis ? 0 : b < axis ? b + 1 : b; }
 
-// Without margins, (nx, ny) each.
-template <class T>
-struct Parameters {
-  const T *bulk, *shear, *corner, *bx, *by;
+template <class T, int N>
+using Stress = std::array<T*, Shape<N>::kStresses>;
+template <class T, int N>
+using Memories = std::array<std::array<T*, N>, N>;  // by axis, and as memory_of
+
+// Velocities and the memories of their derivatives: what a history keeps of each step.
+template <class T, int N>
+struct Motion {
+  std::array<T*, N> v{};
+  Memories<T, N> memory{};
 };
 
-// a and b at the cells' centres [0] and half a cell further [1], along x and along y.
-template <class T>
-struct Profile {
-  const T *ax[2], *bx[2], *ay[2], *by[2];
+// One value for each cell, without margins. bulk: lambda + 2 mu / axes, shears: of the pairs of axes.
+// Of gradients, sums over steps that lack a division by the parameter, for buoyancies by its square.
+template <class T, int N>
+struct Parameters {
+  T *bulk = nullptr, *shear = nullptr;
+  std::array<T*, Shape<N>::kPairs> shears{};
+  std::array<T*, N> buoyancy{};
+
+  static constexpr int kCount = 2 + Shape<N>::kPairs + N;
+  // next(): the arrays in their order.
+  template <class Next>
+  explicit Parameters(Next next) {
+    bulk = next(), shear = next();
+    for (T*& mu : shears) mu = next();
+    for (T*& b : buoyancy) b = next();
+  }
+  Parameters() = default;
 };
 
 // dt times the weights of the near and of the far difference, negated in the adjoint.
-template <class T>
+template <class T, int N>
 struct Weights {
-  T dt, near_x, far_x, near_y, far_y;
+  T dt, near[N], far[N];
 
-  Weights(double dt, double hx, double hy)
-      : dt(dt),
-        near_x(dt * 27 / (24 * hx)),
-        far_x(dt / (24 * hx)),
-        near_y(dt * 27 / (24 * hy)),
-        far_y(dt / (24 * hy)) {}
+  Weights(double dt, const std::array<double, 3>& spacing) : dt(static_cast<T>(dt)) {
+    for (int axis = 0; axis < N; ++axis) {
+      const double h = spacing[Shape<N>::axis(axis)];
+      near[axis] = static_cast<T>(dt * 27 / (24 * h));
+      far[axis] = static_cast<T>(dt / (24 * h));
+    }
+  }
 };
 
-// Velocities, and the memories of their derivatives: what a history keeps of each step.
-// Memories: mx[0] of vx_x, mx[1] of vy_x, (px, ny) each, my[0] of vy_y, my[1] of vx_y, (nx, py).
+// What the layers do to a derivative g: nothing, g + psi with psi <- b psi + a g, g + psi with the psi of
+// a history, or the transpose, the derivative of u + a (phi + u) with phi <- b (phi + u).
+enum class Layers { kNone, kStep, kRead, kBack };
+
+// The coefficients along an axis, zero outside of its layers, with a margin.
 template <class T>
-struct Velocity {
-  T *vx, *vy, *mx[2], *my[2];
+class Profile {
+ public:
+  Profile() = default;
+  // a and b: in the layers before, then behind.
+  Profile(const std::vector<double>& a, const std::vector<double>& b, double dt, int64_t cells,
+          int64_t before, int64_t behind)
+      : a_(cells + 2 * kMargin), rate_(a_), b_(a_) {
+    for (int64_t k = 0; k < before + behind; ++k) {
+      const int64_t place = kMargin + (k < before ? k : k + cells - before - behind);
+      a_[place] = static_cast<T>(a[k]), b_[place] = static_cast<T>(b[k]);
+      rate_[place] = static_cast<T>(a[k] / dt);
+    }
+  }
+  // a, over dt in steps whose differences are times dt.
+  const T* a(Layers kind) const { return (kind == Layers::kStep ? rate_ : a_).data() + kMargin; }
+  const T* b() const { return b_.data() + kMargin; }
+
+ private:
+  static constexpr int64_t kMargin = 2 * kRegister;
+  std::vector<T> a_, rate_, b_;
 };
 
-// Memories: mx[0] of (p + q)_x, mx[1] of s_x, my[0] of (p - q)_y, my[1] of s_y.
+// The layers of x or y at a row, for one derivative.
 template <class T>
-struct Stress {
-  T *p, *q, *s, *mx[2], *my[2];
+struct RowLayers {
+  const T* memory[5];  // of the rows from two before to two behind. Only kBack has more than the own one.
+  T* next;
+  T a[5], b;
+};
+// The layers at an end of a row.
+template <class T>
+struct EndLayers {
+  const T *memory, *a, *b;
+  T* next;
+  int64_t next_row;  // cells between the memories of two rows
 };
 
-// The derivative along an axis of offset o, half a cell further or half a cell back, times dt.
-template <class T>
-inline T further(const T* f, int64_t o, T near, T far) {
-  return near * (f[o] - f[0]) - far * (f[2 * o] - f[-o]);
-}
-template <class T>
-inline T back(const T* f, int64_t o, T near, T far) {
-  return near * (f[0] - f[-o]) - far * (f[o] - f[-2 * o]);
+// The difference of value(n), n steps further, half a step further (kAhead) or half a step back.
+template <bool kAhead, class T, class F>
+MPIGRAD_INLINE T difference(T near, T far, const F& value) {
+  constexpr int o = kAhead ? 0 : -1;
+  return near * (value(o + 1) - value(o)) - far * (value(o + 2) - value(o - 1));
 }
 
-// The columns of a row that lie in the layers along y: body(j, its column in the memories).
-template <class Body>
-inline void in_layers(const Tile& t, int64_t j0, int64_t j1, Body body) {
-  const int64_t first = j1 < t.layers[2] ? j1 : t.layers[2], last = t.ny - t.layers[3];
-#pragma omp simd
-  for (int64_t j = j0; j < first; j++) body(j, j);
-#pragma omp simd
-  for (int64_t j = j0 > last ? j0 : last; j < j1; j++) body(j, j - (t.ny - py(t)));
-}
-
-// v += K (dt D sigma), without the layers: K is a buoyancy, or a tangent of it.
-template <class T>
-inline void accelerate(const Tile& t, const Weights<T>& w, int64_t i, int64_t j0, int64_t j1,
-                       const Stress<T>& stress, const Parameters<T>& k, const T* vx0, const T* vy0,
-                       T* vx, T* vy) {
-  const int64_t W = t.stride, o = t.at(i, 0), c = i * t.ny;
-  const T *p = stress.p + o, *q = stress.q + o, *s = stress.s + o;
-  const T *bx = k.bx + c, *by = k.by + c;
-  vx0 += o, vy0 += o, vx += o, vy += o;
-#pragma omp simd
-  for (int64_t j = j0; j < j1; j++) {
-    vx[j] = vx0[j] + bx[j] * ((further(p + j, W, w.near_x, w.far_x) + further(q + j, W, w.near_x, w.far_x)) + back(s + j, 1, w.near_y, w.far_y));
-    vy[j] = vy0[j] + by[j] * (back(s + j, W, w.near_x, w.far_x) + (further(p + j, 1, w.near_y, w.far_y) - further(q + j, 1, w.near_y, w.far_y)));
+// The derivative of field(j) at j along x or y, whose memory it steps.
+template <Layers L, bool kAhead, class T, class F>
+MPIGRAD_INLINE T slope(const F& field, int64_t j, int64_t step, T near, T far, T dt,
+                       const RowLayers<T>& r) {
+  if constexpr (L == Layers::kBack) {
+    r.next[j] = r.b * (r.memory[2][j] + field(j));
+    return difference<kAhead>(near, far, [&](int n) __attribute__((always_inline)) {
+      const T u = field(j + n * step);
+      return u + r.a[2 + n] * (r.memory[2 + n][j] + u);
+    });
+  } else {
+    const T g = difference<kAhead>(
+        near, far, [&](int n) __attribute__((always_inline)) { return field(j + n * step); });
+    if constexpr (L == Layers::kNone) return g;
+    if constexpr (L == Layers::kRead) return g + dt * r.memory[2][j];
+    const T m = r.b * r.memory[2][j] + r.a[2] * g;
+    r.next[j] = m;
+    return g + dt * m;
   }
 }
 
-// stress += K (dt D v), without the layers: K are moduli, or tangents of them.
-template <class T>
-inline void deform(const Tile& t, const Weights<T>& w, int64_t i, int64_t j0, int64_t j1,
-                   const T* vx, const T* vy, const Parameters<T>& k, const Stress<T>& stress) {
-  const int64_t W = t.stride, o = t.at(i, 0), c = i * t.ny;
-  T *p = stress.p + o, *q = stress.q + o, *s = stress.s + o;
-  const T *bulk = k.bulk + c, *shear = k.shear + c, *corner = k.corner + c;
-  vx += o, vy += o;
+// What the layers at an end of a row add to the derivative of field(j) along it: add(j, value).
+template <Layers L, bool kAhead, class T, class F, class Add>
+MPIGRAD_INLINE void slope_at_end(const F& field, int64_t j0, int64_t j1, T near, T far, T dt,
+                                 const EndLayers<T>& r, const Add& add) {
+  const T *memory = r.memory, *a = r.a, *b = r.b;
+  T* next = r.next;
+  in_registers(j0, j1, [&](int64_t begin, auto count) __attribute__((always_inline)) {
+    // Loads of memories are most of the time at ends that were not fetched before.
+    __builtin_prefetch(memory + begin + r.next_row);
+    if (L != Layers::kRead && next != memory) __builtin_prefetch(next + begin + r.next_row, 1);
 #pragma omp simd
-  for (int64_t j = j0; j < j1; j++) {
-    const T xx = back(vx + j, W, w.near_x, w.far_x), yy = back(vy + j, 1, w.near_y, w.far_y);
-    p[j] += bulk[j] * (xx + yy);
-    q[j] += shear[j] * (xx - yy);
-    s[j] += corner[j] * (further(vx + j, 1, w.near_y, w.far_y) + further(vy + j, W, w.near_x, w.far_x));
-  }
-}
-
-// The memories of the stresses' derivatives in row i, one step further.
-template <class T>
-inline void remember_stress(const Tile& t, const Weights<T>& w, const Profile<T>& f, int64_t i,
-                            int64_t j0, int64_t j1, const Stress<T>& stress) {
-  const int64_t W = t.stride, o = t.at(i, 0), k = layer_row(t, i);
-  const T *p = stress.p + o, *q = stress.q + o, *s = stress.s + o;
-  if (k >= 0) {
-    T *m0 = stress.mx[0] + k * t.ny, *m1 = stress.mx[1] + k * t.ny;
-    const T a0 = f.ax[1][k] / w.dt, b0 = f.bx[1][k], a1 = f.ax[0][k] / w.dt, b1 = f.bx[0][k];
-#pragma omp simd
-    for (int64_t j = j0; j < j1; j++) {
-      m0[j] = b0 * m0[j] + a0 * (further(p + j, W, w.near_x, w.far_x) + further(q + j, W, w.near_x, w.far_x));
-      m1[j] = b1 * m1[j] + a1 * back(s + j, W, w.near_x, w.far_x);
+    for (int64_t j = begin; j < begin + count; ++j) {
+      if constexpr (L == Layers::kRead) {
+        add(j, dt * memory[j]);
+      } else if constexpr (L == Layers::kBack) {
+        next[j] = b[j] * (memory[j] + field(j));
+        add(j, difference<kAhead>(near, far, [&](int n) __attribute__((always_inline)) {
+              return a[j + n] * (memory[j + n] + field(j + n));
+            }));
+      } else {
+        const T g = difference<kAhead>(
+            near, far, [&](int n) __attribute__((always_inline)) { return field(j + n); });
+        const T m = b[j] * memory[j] + a[j] * g;
+        next[j] = m;
+        add(j, dt * m);
+      }
     }
-  }
-  T *m0 = stress.my[0] + i * py(t), *m1 = stress.my[1] + i * py(t);
-  in_layers(t, j0, j1, [&](int64_t j, int64_t l) {
-    m0[l] = f.by[1][l] * m0[l] + f.ay[1][l] / w.dt * (further(p + j, 1, w.near_y, w.far_y) - further(q + j, 1, w.near_y, w.far_y));
-    m1[l] = f.by[0][l] * m1[l] + f.ay[0][l] / w.dt * back(s + j, 1, w.near_y, w.far_y);
   });
 }
 
-// The memories of the velocities' derivatives in row i: from those of `before` to those of `v`.
-template <class T>
-inline void remember_velocity(const Tile& t, const Weights<T>& w, const Profile<T>& f, int64_t i,
-                              int64_t j0, int64_t j1, const Velocity<T>& before,
-                              const Velocity<T>& v) {
-  const int64_t W = t.stride, o = t.at(i, 0), k = layer_row(t, i);
-  const T *vx = v.vx + o, *vy = v.vy + o;
-  if (k >= 0) {
-    const int64_t r = k * t.ny;
-    const T *n0 = before.mx[0] + r, *n1 = before.mx[1] + r;
-    T *m0 = v.mx[0] + r, *m1 = v.mx[1] + r;
-    const T a0 = f.ax[0][k] / w.dt, b0 = f.bx[0][k], a1 = f.ax[1][k] / w.dt, b1 = f.bx[1][k];
-#pragma omp simd
-    for (int64_t j = j0; j < j1; j++) {
-      m0[j] = b0 * n0[j] + a0 * back(vx + j, W, w.near_x, w.far_x);
-      m1[j] = b1 * n1[j] + a1 * further(vy + j, W, w.near_x, w.far_x);
-    }
+// The field of a row that is differentiated along axis A for the velocity B: the stress of both, or in
+// the adjoint the cotangent of a strain rate.
+template <int N, int A, int B, bool kBack, class T>
+MPIGRAD_INLINE auto stress_at(const Stress<T, N>& s) {
+  if constexpr (A != B || !kBack) {
+    return [f = static_cast<const T*>(s[stress_of<N>(A, B)])](int64_t j)
+        __attribute__((always_inline)) { return f[j]; };
+  } else {
+    const T *p = s[0], *dx = s[1], *dz = s[N - 1];
+    return [p, dx, dz](int64_t j) __attribute__((always_inline)) {
+      if constexpr (A == 0) return p[j] + dx[j];
+      else if constexpr (N == 2) return p[j] - dx[j];
+      else if constexpr (A == 1) return p[j] - (dx[j] + dz[j]);
+      else return p[j] + dz[j];
+    };
   }
-  const int64_t r = i * py(t);
-  const T *n0 = before.my[0] + r, *n1 = before.my[1] + r;
-  T *m0 = v.my[0] + r, *m1 = v.my[1] + r;
-  in_layers(t, j0, j1, [&](int64_t j, int64_t l) {
-    m0[l] = f.by[0][l] * n0[l] + f.ay[0][l] / w.dt * back(vy + j, 1, w.near_y, w.far_y);
-    m1[l] = f.by[1][l] * n1[l] + f.ay[1][l] / w.dt * further(vx + j, 1, w.near_y, w.far_y);
-  });
-}
-
-// What the layers add to `accelerate`.
-template <class T>
-inline void accelerate_in_layers(const Tile& t, const Weights<T>& w, int64_t i, int64_t j0,
-                                 int64_t j1, const Stress<T>& stress, const Parameters<T>& c,
-                                 T* vx, T* vy) {
-  const int64_t o = t.at(i, 0), k = layer_row(t, i);
-  const T *bx = c.bx + i * t.ny, *by = c.by + i * t.ny;
-  vx += o, vy += o;
-  if (k >= 0) {
-    const T *m0 = stress.mx[0] + k * t.ny, *m1 = stress.mx[1] + k * t.ny;
-#pragma omp simd
-    for (int64_t j = j0; j < j1; j++) {
-      vx[j] += bx[j] * (w.dt * m0[j]);
-      vy[j] += by[j] * (w.dt * m1[j]);
-    }
-  }
-  const T *m0 = stress.my[0] + i * py(t), *m1 = stress.my[1] + i * py(t);
-  in_layers(t, j0, j1, [&](int64_t j, int64_t l) {
-    vx[j] += bx[j] * (w.dt * m1[l]);
-    vy[j] += by[j] * (w.dt * m0[l]);
-  });
-}
-
-// What the layers add to `deform`.
-template <class T>
-inline void deform_in_layers(const Tile& t, const Weights<T>& w, int64_t i, int64_t j0, int64_t j1,
-                             const Velocity<T>& v, const Parameters<T>& c,
-                             const Stress<T>& stress) {
-  const int64_t o = t.at(i, 0), k = layer_row(t, i);
-  const T *bulk = c.bulk + i * t.ny, *shear = c.shear + i * t.ny, *corner = c.corner + i * t.ny;
-  T *p = stress.p + o, *q = stress.q + o, *s = stress.s + o;
-  if (k >= 0) {
-    const T *m0 = v.mx[0] + k * t.ny, *m1 = v.mx[1] + k * t.ny;
-#pragma omp simd
-    for (int64_t j = j0; j < j1; j++) {
-      p[j] += bulk[j] * (w.dt * m0[j]);
-      q[j] += shear[j] * (w.dt * m0[j]);
-      s[j] += corner[j] * (w.dt * m1[j]);
-    }
-  }
-  const T *m0 = v.my[0] + i * py(t), *m1 = v.my[1] + i * py(t);
-  in_layers(t, j0, j1, [&](int64_t j, int64_t l) {
-    p[j] += bulk[j] * (w.dt * m0[l]);
-    q[j] -= shear[j] * (w.dt * m0[l]);
-    s[j] += corner[j] * (w.dt * m1[l]);
-  });
 }
 
 }  // namespace mpigrad::waves::elastic

@@ -121,7 +121,7 @@ class ElasticSettings:
     Attributes
     ----------
     source_kind, component_kinds
-        Kinds of the driven field and of the recorded ones (native/waves/elastic3d.h).
+        Kinds of the driven field and of the recorded ones (native/waves/elastic.h).
     receivers
         Number of receivers of each component.
     """

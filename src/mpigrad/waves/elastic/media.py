@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import jax
@@ -27,7 +27,6 @@ __all__ = [
     "at_rest",
     "axis_pairs",
     "effective_media",
-    "from_native",
     "is_at",
     "join",
     "lame",
@@ -37,7 +36,6 @@ __all__ = [
     "split",
     "stagger_of",
     "state_shapes",
-    "to_native",
     "without_traction",
 ]
 
@@ -144,26 +142,6 @@ def state_shapes(shape: tuple[int, ...], layers: tuple[int, ...]) -> tuple[tuple
         (2 * n, *shape[:axis], width, *shape[axis + 1 :]) for axis, width in enumerate(layers)
     ]
     return (*(shape,) * (2 * n + len(axis_pairs(n))), *memories)
-
-
-def to_native(state: State | VolumeState) -> list[jax.Array]:
-    """Return the arrays of the native kernels.
-
-    On two axes they have (sxx + syy) / 2 and (sxx - syy) / 2 instead of sxx and syy.
-    """
-    if isinstance(state, VolumeState):
-        return list(state)
-    mean, deviation = (state.sxx + state.syy) / 2, (state.sxx - state.syy) / 2
-    memories = state.memory_x, state.memory_y
-    return [state.vx, state.vy, mean, deviation, state.sxy, *memories]
-
-
-def from_native(arrays: Sequence[jax.Array]) -> State | VolumeState:
-    """Return the state of the arrays of the native kernels."""
-    if len(arrays) == len(VolumeState._fields):
-        return VolumeState(*arrays)
-    vx, vy, mean, deviation, sxy, *memories = arrays
-    return State(vx, vy, mean + deviation, mean - deviation, sxy, *memories)
 
 
 # ---- A side of an elastic model without traction, by summation by parts ----

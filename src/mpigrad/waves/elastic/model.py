@@ -36,10 +36,8 @@ from mpigrad.waves.elastic.media import (
     at_rest,
     axis_pairs,
     effective_media,
-    from_native,
     native_models,
     stagger_of,
-    to_native,
 )
 from mpigrad.waves.elastic.scheme import Component, Scheme, Source, check_settings, tables
 from mpigrad.waves.native_run import propagate
@@ -301,9 +299,9 @@ class Elastic:
         amplitudes = jnp.broadcast_to(wavelets.astype(lam.dtype), shape)
         media = effective_media(*both[0], rho, scheme.tile, scheme.surface)
         if runs_native(self):
-            fields = to_native(state) if isinstance(state, State | VolumeState) else None
+            fields = state if isinstance(state, State | VolumeState) else None
             share, arrays = propagate(scheme.native, native_models(media), amplitudes, fields)
-            last = from_native(arrays)
+            last = (State if self.grid.ndim == 2 else VolumeState)(*arrays)
             share = share.reshape(shape[0], len(self.components), -1, self.steps)
         else:
             state = _at_rest(scheme, lam.dtype) if state is None else state

@@ -39,7 +39,7 @@ Source = Literal["explosive", "force_x", "force_y", "force_z"]
 Component = Literal["vx", "vy", "vz", "pressure"]
 
 REACH = 2  # cells that a difference reaches beyond a tile
-_KINDS = {"pressure": 0, "vx": 1, "vy": 2, "vz": 3}  # Kind in native/waves/elastic3d.h
+_KINDS = {"pressure": 0, "vx": 1, "vy": 2, "vz": 3}  # Kind in native/waves/elastic.h
 # The field that each kind of source drives.
 SOURCES = {"explosive": "pressure", "force_x": "vx", "force_y": "vy", "force_z": "vz"}
 
