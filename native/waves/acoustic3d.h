@@ -306,11 +306,11 @@ class Acoustic3d {
   void each_memory(const Wave& wave, const F& f) const {
     for (int axis : kOrder)
       for (T* memory : {static_cast<T*>(wave.p[axis]), static_cast<T*>(wave.z[axis])})
-        layers_[axis].each_cell(tile_, [&](int64_t place) { f(memory[place]); });
+        layers_[axis].each_cell(tile_, [&](int64_t place, auto...) { f(memory[place]); });
   }
   void negate_p(Wave& wave) const {
     for (int axis = 0; axis < kAxes; ++axis)
-      layers_[axis].each_cell(tile_, [&, p = static_cast<T*>(wave.p[axis])](int64_t o) { p[o] = -p[o]; });
+      layers_[axis].each_cell(tile_, [p = static_cast<T*>(wave.p[axis])](int64_t o, auto...) { p[o] = -p[o]; });
   }
 
   void clear(Wave& wave) const {

@@ -7,7 +7,7 @@
 
 namespace mpigrad::waves {
 
-constexpr int64_t kDescriptionVersion = 3;
+constexpr int64_t kDescriptionVersion = 4;
 
 struct RunDescription {
   int64_t version, size;     // kDescriptionVersion, sizeof(RunDescription)
@@ -23,7 +23,7 @@ struct RunDescription {
   int64_t precision;         // of stored histories: 0: that of the run, 1: bfloat16, 2: float16
   const char* directory;     // of the files of histories, empty without files
   int64_t fingerprint;       // 48 bits, equal on all ranks
-  double dt, spacing[3];
+  double dt, spacing[3];     // negative along an axis that is mirrored
 
   // Acoustic waves.
   double stable_length;      // the largest stable time step times the largest velocity
@@ -33,6 +33,7 @@ struct RunDescription {
   int64_t receivers;         // of each component
   int64_t n_components;
   const int64_t* component_kinds;
+  int64_t surface;           // axis whose last side is free, or -1. Its table is the last profile
 };
 
 }  // namespace mpigrad::waves

@@ -47,14 +47,14 @@ class Elastic {
     std::vector<std::pair<T*, T>> late;
   };
 
-  // profiles: a and b at the centres, a and b half a cell further, along each axis.
+  // profiles: a and b at the centres, a and b half a cell further, along each axis, and the surface's table.
   explicit Elastic(const Setup& setup)
       : setup_(setup),
         tile_(setup.tile),
         middle_(tile_.core(1)),
         weights_(setup.dt, setup.spacing),
         back_(-setup.dt, setup.spacing),
-        share_(static_cast<T>(1 / (setup.spacing[0] * setup.spacing[1] * setup.spacing[2]))),
+        share_(static_cast<T>(1 / std::abs(setup.spacing[0] * setup.spacing[1] * setup.spacing[2]))),
         rim_(tile_, tile_.layers, kReach) {
     const std::array<int64_t, 3> cells{tile_.nx, tile_.ny, tile_.nm};
     for (int axis = 0; axis < N; ++axis) {
@@ -65,6 +65,9 @@ class Elastic {
             setup.profiles[4 * axis + 2 * half], setup.profiles[4 * axis + 2 * half + 1], setup.dt,
             cells[of], tile_.layers[2 * of], tile_.layers[2 * of + 1]);
       memory_size_ += N * padded_memory(axis);
+      // A tile without a neighbour behind it lies at the surface.
+      if (setup.surface == of && tile_.neighbor[2 * of + 1] == kNobody)
+        surface_ = elastic::Surface<T>(axis, setup.profiles.back(), setup.dt / setup.spacing[of]);
     }
   }
 
@@ -96,13 +99,14 @@ class Elastic {
 
   void gradient(const Arrays<T>& models) const {
     const auto& [bulk, shear, shears, buoyancy] = adjoint_;
-    for (int64_t c = 0; c < cells(); ++c) {
-      models[0][c] = gradient_.bulk[c] / bulk[c];
-      models[1][c] = gradient_.shear[c] / shear[c];
-      for (int k = 0; k < kPairs; ++k) models[2 + k][c] = gradient_.shears[k][c] / shears[k][c];
+    each_cell([&](int64_t, int64_t c, int64_t depth) {
+      models[0][c] = weight(kNormal, depth) * gradient_.bulk[c] / bulk[c];
+      models[1][c] = weight(kNormal, depth) * gradient_.shear[c] / shear[c];
+      for (int k = 0; k < kPairs; ++k)
+        models[2 + k][c] = weight(N + k, depth) * gradient_.shears[k][c] / shears[k][c];
       for (int b = 0; b < N; ++b)
-        models[2 + kPairs + b][c] = gradient_.buoyancy[b][c] / buoyancy[b][c] / buoyancy[b][c];
-    }
+        models[2 + kPairs + b][c] = weight(b, depth) * gradient_.buoyancy[b][c] / buoyancy[b][c] / buoyancy[b][c];
+    });
   }
 
   // ---- the state: velocities, stresses, and the memories along each axis ----
@@ -142,29 +146,31 @@ class Elastic {
     w.next_memory = memories(static_cast<T*>(w.others.data()));
     w.next_motion = memories(static_cast<T*>(w.others.data()) + memory_size_);
     const Parameters& k = adjoint_;
-    each_cell([&](int64_t o, int64_t c) {
-      for (int b = 0; b < N; ++b) w.v.v[b][o] *= k.buoyancy[b][c];
-      for (int b = 0; b < kPairs; ++b) w.stress[N + b][o] *= k.shears[b][c];
+    each_cell([&](int64_t o, int64_t c, int64_t depth) {
+      for (int b = 0; b < N; ++b) w.v.v[b][o] *= k.buoyancy[b][c] / weight(b, depth);
+      for (int b = 0; b < kPairs; ++b) w.stress[N + b][o] *= k.shears[b][c] / weight(N + b, depth);
       const T x = w.stress[0][o], z = w.stress[kLast][o], trace = sum(x, w.stress[1][o], z);
-      w.stress[0][o] = k.bulk[c] * trace;
-      w.stress[1][o] = 2 * k.shear[c] * (x - trace / N);
-      if (N == 3) w.stress[2][o] = 2 * k.shear[c] * (z - trace / N);
+      const T share = 1 / weight(kNormal, depth), shear = 2 * k.shear[c] * share;
+      w.stress[0][o] = k.bulk[c] * share * trace;
+      w.stress[1][o] = shear * (x - trace / N);
+      if (N == 3) w.stress[2][o] = shear * (z - trace / N);
     });
-    each_memory(w, [&](T& value) { value /= weights_.dt; });
+    each_memory(w, [&](T& value, int b, int64_t depth) { value /= weights_.dt * weight(b, depth); });
   }
 
   void end_adjoint(Wave& w, const Arrays<T>& cotangents, int64_t shot) const {
     if (cotangents.empty()) return;
     const Parameters& k = adjoint_;
-    each_cell([&](int64_t o, int64_t c) {
-      for (int b = 0; b < N; ++b) w.v.v[b][o] /= k.buoyancy[b][c];
-      for (int b = 0; b < kPairs; ++b) w.stress[N + b][o] /= k.shears[b][c];
-      const T mean = w.stress[0][o] / k.bulk[c] / N, shear = 2 * k.shear[c];
+    each_cell([&](int64_t o, int64_t c, int64_t depth) {
+      for (int b = 0; b < N; ++b) w.v.v[b][o] /= k.buoyancy[b][c] / weight(b, depth);
+      for (int b = 0; b < kPairs; ++b) w.stress[N + b][o] /= k.shears[b][c] / weight(N + b, depth);
+      const T share = 1 / weight(kNormal, depth), shear = 2 * k.shear[c] * share;
+      const T mean = w.stress[0][o] / (k.bulk[c] * share) / N;
       const T x = w.stress[1][o] / shear, z = N == 3 ? w.stress[kLast][o] / shear : T(0);
       w.stress[0][o] = mean + x, w.stress[1][o] = mean - (x + z);
       if (N == 3) w.stress[2][o] = mean + z;
     });
-    each_memory(w, [&](T& value) { value *= weights_.dt; });
+    each_memory(w, [&](T& value, int b, int64_t depth) { value *= weights_.dt * weight(b, depth); });
     end(w, cotangents, shot);
   }
 
@@ -251,9 +257,11 @@ class Elastic {
 
   void inject(int phase, Mode mode, const PointTable::Entry& e, Wave& w, T value, T*) const {
     const int64_t c = model_row(e.i, e.m) + e.j;
-    if (mode == Mode::kAdjoint) {
+    const bool adjoint = mode == Mode::kAdjoint;
+    const Kind kind = adjoint ? receiver(e.point) : source();
+    value /= weight(kind == kPressure ? kNormal : static_cast<int>(kind) - 1, depth(e.i, e.m, e.j));
+    if (adjoint) {
       if (phase == 0) return;
-      const Kind kind = receiver(e.point);
       if (kind == kPressure)
         w.stress[0][e.cell] -= adjoint_.bulk[c] * value;
       else
@@ -314,19 +322,23 @@ class Elastic {
   // Of values for each axis. On two axes `y` is not used, and z is the last one.
   MPIGRAD_INLINE static T sum(T x, T y, T z) { return N == 3 ? x + y + z : x + z; }
 
-  // f(offset in a field, index in an array without margins) for each cell
+  // f(offset in a field, index in an array without margins, depth) for each cell
   template <class F>
   void each_cell(const F& f) const {
     for (int64_t i = 0; i < tile_.nx; ++i)
       for (int64_t m = 0; m < tile_.nm; ++m)
-        for (int64_t j = 0; j < tile_.ny; ++j) f(tile_.at(i, m, j), model_row(i, m) + j);
+        for (int64_t j = 0; j < tile_.ny; ++j) f(tile_.at(i, m, j), model_row(i, m) + j, depth(i, m, j));
   }
-  // f(memory) for each cell of each layer, in the order of the state's array of an axis.
+  // f(memory, its component, depth) for each cell of each layer, in the order of the state's array of an axis.
   template <class F>
   void each_memory(const Wave& w, int axis, const F& f) const {
     for (const Memories* of : {&w.memory, &w.v.memory})
-      for (T* memory : (*of)[axis])
-        layers_[axis].each_cell(tile_, [&](int64_t place) { f(memory[place]); });
+      for (int k = 0; k < N; ++k) {
+        T* memory = (*of)[axis][k];
+        layers_[axis].each_cell(tile_, [&, b = elastic::component_of(axis, k)](int64_t place, auto... at) {
+          f(memory[place], b, depth(at...));
+        });
+      }
   }
   template <class F>
   void each_memory(const Wave& w, const F& f) const {
@@ -395,7 +407,7 @@ class Elastic {
     for (int axis = 0; axis < N; ++axis) {
       const int k = N + kStresses + axis;
       auto* value = state[k] + shot * sizes[k];
-      each_memory(w, axis, [&](T& memory) { copy(&memory, value++, 1); });
+      each_memory(w, axis, [&](T& memory, auto...) { copy(&memory, value++, 1); });
     }
   }
 
@@ -448,10 +460,11 @@ class Elastic {
   }
   void both_phases(Mode mode, Wave& w) const {
     const Box& b = middle_;
-    const int64_t end = fused_end();
-    for (int64_t i = b.i0; i < std::max(b.i1, end + kReach); ++i) {
+    // Next to a surface across the rows, differences reach one row further.
+    const int64_t end = fused_end(), lag = surface_.axis == 0 ? kReach + 1 : kReach;
+    for (int64_t i = b.i0; i < std::max(b.i1, end + lag); ++i) {
       if (i < b.i1) rows(0, mode, b, i, i + 1, w);
-      const int64_t k = i - kReach;
+      const int64_t k = i - lag;
       if (k < b.i0 || k >= end) continue;
       for (int64_t m = b.m0; m < b.m1; ++m)
         deform({k, m, b.j0, b.j1, tile_.at(k, m, 0), model_row(k, m)}, mode, w, w.v, w.next);
@@ -549,9 +562,10 @@ class Elastic {
         next[j] = v[j] + buoyancy[j] * sum(gx, gy, gz);
       }
     });
-    at_ends<L, B == kLast>(r, B, !kBack, from, to, k, z, [=](int64_t j, T g) __attribute__((always_inline)) {
-      next[j] += buoyancy[j] * g;
-    });
+    const auto add = [=](int64_t j, T g) __attribute__((always_inline)) { next[j] += buoyancy[j] * g; };
+    at_ends<L, B == kLast>(r, B, !kBack, from, to, k, z, add);
+    at_surface<0>(r, B == 0, k, x, add), at_surface<kLast>(r, B == kLast, k, z, add);
+    if constexpr (N == 3) at_surface<1>(r, B == 1, k, y, add);
   }
 
   // The stresses from velocities, by Hooke's law with `c`.
@@ -628,9 +642,12 @@ class Elastic {
         use(j, gx, gy, gz);
       }
     });
-    at_ends<L, false>(r, kLast, kBack, from, to, k, z, [=](int64_t j, T g) __attribute__((always_inline)) {
-      use(j, T(0), T(0), g);
-    });
+    const auto add = [=](int64_t j, T g) __attribute__((always_inline)) { use(j, T(0), T(0), g); };
+    at_ends<L, false>(r, kLast, kBack, from, to, k, z, add);
+    at_surface<0>(r, false, k, x, [=](int64_t j, T g) __attribute__((always_inline)) { use(j, g, T(0), T(0)); });
+    if constexpr (N == 3)
+      at_surface<1>(r, false, k, y, [=](int64_t j, T g) __attribute__((always_inline)) { use(j, T(0), g, T(0)); });
+    at_surface<kLast>(r, false, k, z, add);
   }
 
   // use(pair) is the `use` of `slide` for each pair of axes.
@@ -662,6 +679,7 @@ class Elastic {
                    elastic::slope<kB, true>(va, j, step_b, nb, fb, dt, rb));
     });
     if constexpr (B == kLast) at_ends<L, true>(r, A, kBack, from, to, k, va, use);
+    at_surface<A>(r, true, k, vb, use), at_surface<B>(r, true, k, va, use);
   }
 
   // The buoyancies' part: cotangents after this step's adjoint acceleration.
@@ -760,6 +778,46 @@ class Elastic {
     if (right < r.j1) end(right, r.j1, columns.right(r.i, r.m));
   }
 
+  // What the differences along an axis have next to the surface besides those of the inside: add(j, value).
+  // half: between the cells.
+  template <int Axis, class F, class Add>
+  MPIGRAD_INLINE void at_surface(const Row& r, bool half, const Weights& k, const F& field, const Add& add) const {
+    if (surface_.axis != Axis) return;
+    constexpr int kNear = elastic::Surface<T>::kNear, kPoints = elastic::Surface<T>::kPoints;
+    const T sign = k.dt < 0 ? T(-1) : T(1);
+    const auto value = [&](const T* c, int64_t j, int64_t step) __attribute__((always_inline)) {
+      T g = 0;
+      for (int n = 0; n < kPoints; ++n) g += c[n] * field(j - n * step);
+      return sign * g;
+    };
+    if constexpr (Axis == kLast) {
+      for (int64_t j = std::max(r.j0, tile_.ny - kNear); j < r.j1; ++j)
+        add(j, value(surface_.table[half][tile_.ny - 1 - j], tile_.ny - 1, 1));
+    } else {
+      const int64_t d = depth(r.i, r.m, 0), step = Axis == 0 ? tile_.plane : tile_.stride;
+      if (d >= kNear) return;
+      T c[kPoints];
+      std::copy_n(surface_.table[half][d], kPoints, c);
+#pragma omp simd
+      for (int64_t j = r.j0; j < r.j1; ++j) add(j, value(c, j + d * step, step));
+    }
+  }
+  // Cells between a cell and the surface.
+  int64_t depth(int64_t i, int64_t m, int64_t j) const {
+    if (surface_.axis < 0) return elastic::Surface<T>::kNear;
+    return surface_.axis == 0 ? tile_.nx - 1 - i : surface_.axis == kLast ? tile_.ny - 1 - j : tile_.nm - 1 - m;
+  }
+  // Of a velocity, of a stress N + its pair of axes, or of the normal stresses.
+  static constexpr int kNormal = -1;
+  T weight(int field, int64_t depth) const {
+    if (depth >= elastic::Surface<T>::kNear) return 1;
+    bool half = field == surface_.axis;
+    for (int a = 0; a < N; ++a)
+      for (int b = a + 1; b < N; ++b)
+        half |= field == elastic::stress_of<N>(a, b) && (a == surface_.axis || b == surface_.axis);
+    return surface_.weight[half][depth];
+  }
+
   const Setup& setup_;
   const Tile& tile_;
   const Box middle_;
@@ -769,6 +827,7 @@ class Elastic {
   elastic::Profile<T> profiles_[N][2];  // at the centres, and half a cell further
   int64_t memory_size_ = 0;
   const Rim rim_;
+  elastic::Surface<T> surface_;
   Parameters forward_, adjoint_, tangents_;
   elastic::Parameters<T, N> gradient_;
   Motion before_, after_;  // of the step that the adjoint or the tangent is at

@@ -30,6 +30,9 @@ constexpr int stress_of(int a, int b) {
 }
 // Of the memories of an axis, that of the velocity or stress with component b: the axis itself first.
 constexpr int memory_of(int axis, int b) { return b == axis ? 0 : b < axis ? b + 1 : b; }
+constexpr int component_of(int axis, int memory) {
+  return memory == 0 ? axis : memory <= axis ? memory - 1 : memory;
+}
 
 template <class T, int N>
 using Stress = std::array<T*, Shape<N>::kStresses>;
@@ -117,6 +120,29 @@ struct EndLayers {
   const T *memory, *a, *b;
   T* next;
   int64_t next_row;  // cells between the memories of two rows
+};
+
+// The last side of an axis, if it has no traction (media.py has the differences). The points half a cell behind
+// the last cells lie on it. With the weights W of the points, the difference to half points is minus the
+// transpose of that to the centres: so the adjoint's variables are those of the inside divided by W.
+template <class T>
+struct Surface {
+  static constexpr int kNear = 4, kPoints = 6;
+  int axis = -1;  // none
+  // To the centres and to half points: at this distance from the last cell, the coefficients of the last
+  // points, less those of the inside, times dt over the spacing.
+  T table[2][kNear][kPoints] = {};
+  T weight[2][kNear] = {};
+
+  Surface() = default;
+  Surface(int axis, const std::vector<double>& values, double scale) : axis(axis) {
+    const double* value = values.data();
+    for (auto& rows : table)
+      for (auto& row : rows)
+        for (T& c : row) c = static_cast<T>(scale * *value++);
+    for (auto& weights : weight)
+      for (T& w : weights) w = static_cast<T>(*value++);
+  }
 };
 
 // The difference of value(n), n steps further, half a step further (kAhead) or half a step back.

@@ -61,18 +61,18 @@ class AxisLayers {
   int64_t left(int64_t i, int64_t m) const { return kRegister + (i * middle_ + m) * pitch_; }
   int64_t right(int64_t i, int64_t m) const { return left(i, m) + left_ + right_ - n_; }
 
-  // f(its place) for each cell of the layers, in C order.
+  // f(its place, i, m, j) for each cell of the layers, in C order.
   template <class F>
   void each_cell(const Tile& t, const F& f) const {
     for (int64_t i = 0; i < t.nx; ++i)
       for (int64_t m = 0; m < t.nm; ++m)
         if (axis_ == kColumns) {
-          for (int64_t j = 0; j < before_; ++j) f(left(i, m) + j);
+          for (int64_t j = 0; j < before_; ++j) f(left(i, m) + j, i, m, j);
           const int64_t last = right_ ? right(i, m) : left(i, m);
-          for (int64_t j = n_ - behind_; j < n_; ++j) f(last + j);
+          for (int64_t j = n_ - behind_; j < n_; ++j) f(last + j, i, m, j);
         } else if (const int64_t a = axis_ == kRows ? i : m; has(a)) {
           const int64_t place = rows(a).first + rows(a).pitch * (axis_ == kRows ? m : i);
-          for (int64_t j = 0; j < t.ny; ++j) f(place + j);
+          for (int64_t j = 0; j < t.ny; ++j) f(place + j, i, m, j);
         }
   }
   int64_t size(const Tile& t) const { return t.nx * t.ny * t.nm / n_ * (before_ + behind_); }

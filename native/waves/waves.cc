@@ -109,6 +109,7 @@ MPIGRAD_EXPORT const char* mpigrad_waves_create_run(
   setup->source_kind = d.source_kind;
   setup->receivers = d.receivers;
   setup->component_kinds.assign(d.component_kinds, d.component_kinds + d.n_components);
+  setup->surface = d.surface;
   const std::lock_guard<std::mutex> lock(setups_mutex);
   *id = setup->id = ++last;
   setups.emplace(last, std::move(setup));

@@ -8,7 +8,7 @@ import functools
 import os
 import warnings
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -49,7 +49,7 @@ __all__ = [
 # ---- Descriptions of runs for the native library ----
 
 
-_DESCRIPTION_VERSION = 3  # native/waves/description.h
+_DESCRIPTION_VERSION = 4  # native/waves/description.h
 
 
 class RunDescription(ctypes.Structure):
@@ -79,6 +79,7 @@ class RunDescription(ctypes.Structure):
         ("receivers", ctypes.c_int64),
         ("n_components", ctypes.c_int64),
         ("component_kinds", ctypes.POINTER(ctypes.c_int64)),
+        ("surface", ctypes.c_int64),
     )
 
 
@@ -124,11 +125,14 @@ class ElasticSettings:
         Kinds of the driven field and of the recorded ones (native/waves/elastic.h).
     receivers
         Number of receivers of each component.
+    surface
+        The axis with a free surface. The last profile has its table.
     """
 
     source_kind: int
     component_kinds: tuple[int, ...]
     receivers: int
+    surface: int | None = None
 
 
 class Run:
@@ -144,6 +148,8 @@ class Run:
         Shapes of the arrays of a state, without their axis of shots.
     gathers
         Shape of the gathers.
+    mirrored
+        An axis along which the library gets everything in reverse order. The profiles are in it.
 
     Raises
     ------
@@ -161,10 +167,12 @@ class Run:
         tables: Sequence[tuple[int, int, PointTable]],
         shapes: Sequence[tuple[int, ...]],
         gathers: tuple[int, ...],
+        mirrored: int | None = None,
     ) -> None:
         self.comm: Communicator = tile.grid.comm
         self.shapes = tuple((settings.shots, *shape) for shape in shapes)
         self.gathers = gathers
+        self.flip = None if mirrored is None else mirrored - tile.grid.ndim  # counted from the last
         self.programs: dict = {}  # eager programs are freed with their run
         lib = library()
         if settings.threads > 1 and self.comm.rank == 0 and not has_openmp(lib):
@@ -174,12 +182,17 @@ class Run:
                 "mpigrad with a compiler that has OpenMP.",
                 stacklevel=2,
             )
-        self.id = _create(lib, _describe(tile, settings, physics))
+        self.id = _create(lib, _describe(tile, settings, physics, mirrored))
         for profile in profiles:
             values = np.ascontiguousarray(profile, np.float64)
             lib.mpigrad_waves_profile(self.id, values, values.size)
         for shots, points, table in tables:
-            starts, cells = (np.ascontiguousarray(a, np.int64) for a in (table.starts, table.cells))
+            cells = table.cells
+            if mirrored is not None:
+                places = list(np.unravel_index(cells, tile.shape))
+                places[mirrored] = tile.shape[mirrored] - 1 - places[mirrored]
+                cells = np.ravel_multi_index(places, tile.shape)
+            starts, cells = (np.ascontiguousarray(a, np.int64) for a in (table.starts, cells))
             weights = np.ascontiguousarray(table.weights, np.float64)
             pointers = (ctypes.c_void_p(a.ctypes.data) for a in (starts, cells, weights))
             lib.mpigrad_waves_points(self.id, shots, points, *pointers)
@@ -187,14 +200,18 @@ class Run:
 
 
 def _describe(
-    tile: WaveTile, settings: RunSettings, physics: AcousticSettings | ElasticSettings
+    tile: WaveTile,
+    settings: RunSettings,
+    physics: AcousticSettings | ElasticSettings,
+    mirrored: int | None,
 ) -> RunDescription:
     ranks = {(face.axis, face.step): face.rank for face in tile.faces}
     axes = native_axes(tile.grid.ndim)
     missing = 3 - len(axes)  # on two axes the third one has one cell
     storage = settings.storage
-    sides = [(axis, step) for axis in axes for step in (-1, 1)]
-    layers = [width for axis in axes for width in tile.extension[axis]]
+    turns = {axis: -1 if axis == mirrored else 1 for axis in axes}
+    sides = [(axis, step) for axis in axes for step in (-turns[axis], turns[axis])]
+    layers = [width for axis in axes for width in tile.extension[axis][:: turns[axis]]]
     d = RunDescription(
         version=_DESCRIPTION_VERSION,
         size=ctypes.sizeof(RunDescription),
@@ -213,7 +230,7 @@ def _describe(
         directory=os.fsencode(storage.directory or ""),
         fingerprint=settings.fingerprint,
         dt=settings.dt,
-        spacing=(*(tile.grid.spacing[axis] for axis in axes), *(1.0,) * missing),
+        spacing=(*(turns[axis] * tile.grid.spacing[axis] for axis in axes), *(1.0,) * missing),
     )
     if isinstance(physics, AcousticSettings):
         d.stable_length = physics.stable_length
@@ -222,6 +239,7 @@ def _describe(
         d.receivers = max(physics.receivers, 1)
         d.n_components = len(physics.component_kinds)
         d.component_kinds = (ctypes.c_int64 * d.n_components)(*physics.component_kinds)
+        d.surface = -1 if physics.surface is None else axes.index(physics.surface)
     return d
 
 
@@ -324,10 +342,14 @@ def propagate(
     state
         Fields of the shapes `run.shapes`. None for waves at rest.
     """
+
+    def turned(arrays: Iterable[Any]) -> list[Any]:
+        return [x if run.flip is None else jnp.flip(x, run.flip) for x in arrays]
+
     gathers, _, *last = run_p.bind(
-        *models,
+        *turned(models),
         amplitudes,
-        *(state or ()),
+        *turned(state or ()),
         carrier(),
         run=run,
         models=len(models),
@@ -335,7 +357,7 @@ def propagate(
         save=False,
         site=call_site(),
     )
-    return gathers, last
+    return gathers, turned(last)
 
 
 def _primitive(name: str, shapes: Callable[..., list[Any]], **rules: Any) -> Primitive:

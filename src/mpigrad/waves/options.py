@@ -147,7 +147,7 @@ PROGRAMS = (("Acoustic", "native"), ("Acoustic", "xla"), ("Elastic", "native"), 
 AXES: dict[str, tuple[tuple[int, ...], ...]] = {
     "order=8": ((3,), (3,), (), ()),
     "density": ((), (2, 3), (2, 3), (2, 3)),
-    "free_surface": ((2, 3), (2, 3), (), (2, 3)),
+    "free_surface": ((2, 3), (2, 3), (2, 3), (2, 3)),
     "relaxation": ((), (), (), (2, 3)),
     _ALL: ((2, 3), (2, 3), (2, 3), (2, 3)),
     _STEPS: ((2, 3), (), (2, 3), (2, 3)),

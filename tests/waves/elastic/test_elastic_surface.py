@@ -9,6 +9,7 @@ from elastic_case import compare
 
 import mpigrad
 from mpigrad.grid import Grid
+from mpigrad.waves import Storage
 from mpigrad.waves.elastic import Elastic, ElasticMedium, Survey, lame, reference
 from mpigrad.waves.elastic.media import at_rest, effective_media
 from mpigrad.waves.elastic.model import make_scheme
@@ -140,19 +141,20 @@ def random_model(shape, seed=5):
 @pytest.mark.cases("gathers", reason="the dot test has gradients on 2 ranks")
 @pytest.mark.parametrize("gradients", [False, True], ids=["gathers", "gradients"])
 def test_opposite_sides_are_mirror_images(comm, alone, gradients):
-    """On tiles divided across the surface, and as one rank has them."""
+    """On tiles divided across the surface, as one rank and as the JAX program have them."""
     cells, h, steps = (9, 28), (10.0, 12.0), 30
     height = cells[1] * h[1]
     source, points = np.array([[51.7, 3.0]]), np.array([[20.0, 0.0], [83.2, 8.0], [44.0, 150.0]])
     wavelet = jnp.asarray(np.random.default_rng(2).normal(size=(1, 1, steps)))
     mirror = lambda x: np.stack([x[:, 0], height - x[:, 1]], -1)
 
-    def run(on, side):
+    def run(on, side, backend="native"):
         grid = Grid(cells, h, on, dims=(1, on.size))
         pair = (0, 3) if side == "y0" else (3, 0)
         elastic = Elastic(
-            grid, 1.5e-3, steps, 15.0, pml=((2, 3), pair), free_surface=side, source="force_y"
-        )
+            grid, 1.5e-3, steps, 15.0, pml=((2, 3), pair), free_surface=side, source="force_y",
+            backend=backend,
+        )  # fmt: skip
         place = (lambda x: x) if side == "y0" else mirror
         survey = Survey(place(source)[None], place(points)[None])
         whole = random_model(cells)
@@ -177,18 +179,32 @@ def test_opposite_sides_are_mirror_images(comm, alone, gradients):
     _, mirrored, turned = run(alone, "y1")  # a force along y turns with its axis, and so does vy
     compare(mirrored * np.array([-1, 1])[:, None, None], expected)
     compare([x[:, ::-1] for x in turned], whole)
+    _, *expected = run(alone, "y0", "xla")
+    compare([gathers, *slopes], [expected[0], *(x[grid.slices] for x in expected[1])])
 
 
-@pytest.mark.full("the two-dimensional test has the same code")
-def test_ranks_agree_and_the_adjoint_is_the_transpose_in_three_dimensions(comm, alone):
-    settings = {"free_surface": "y1", "source": "force_y"}
-    elastic = case.model(comm, (comm.size, 1, 1), **settings)
+@LONG
+@pytest.mark.ranks(1, 2)
+@pytest.mark.thin(2)
+@pytest.mark.cases("x0", reason="along rows, both phases in one pass are further apart")
+@pytest.mark.parametrize("side", ["x0", "y1", "z0"])
+def test_kernels_agree_with_the_reference_in_three_dimensions(comm, alone, side):
+    """Fields and all gradients, whose layers and memories lie on other sides. Boundary saving."""
+    axis, end = "xyz".index(side[0]), int(side[1])
+    pml = [pair if a != axis else ((0, 2), (2, 0))[end] for a, pair in enumerate(case.LAYERS)]
+    settings = {"free_surface": side, "pml": tuple(pml)}
+    dims = tuple(comm.size if a == (axis + 1) % 3 else 1 for a in range(3))
+    elastic = case.model(comm, dims, backend="native", **settings)
     gathers, state, slope = case.value_and_gradient(elastic)
-    gathers_alone, state_alone, slope_alone = case.value_and_gradient(case.model(alone, **settings))
+    reference = case.value_and_gradient(case.model(alone, backend="xla", **settings))
+    gathers_alone, state_alone, slope_alone = reference
     compare(gathers, gathers_alone)
     compare(state, case.cut(elastic, state_alone))
     for name in ("lam", "mu", "rho"):
         compare(slope[name], slope_alone[name][elastic.grid.slices])
+    compare(slope["state"], case.cut(elastic, slope_alone["state"]))
+    kept = case.model(comm, dims, storage=Storage("boundary"), **settings)
+    compare(case.value_and_gradient(kept)[2], slope)
     run, zeros = case.relative(elastic)
     assert mpigrad.dot_test(run, zeros, comm=comm, rtol=1e-12).error < 1e-12
 

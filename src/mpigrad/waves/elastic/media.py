@@ -18,6 +18,8 @@ from mpigrad.waves.absorbing import Surface, WaveTile
 
 __all__ = [
     "CELLS",
+    "FAR",
+    "NEAR",
     "AnelasticState",
     "ElasticMedium",
     "Fields",
@@ -36,6 +38,7 @@ __all__ = [
     "split",
     "stagger_of",
     "state_shapes",
+    "surface_profile",
     "without_traction",
 ]
 
@@ -155,6 +158,7 @@ def state_shapes(shape: tuple[int, ...], layers: tuple[int, ...]) -> tuple[tuple
 # conserved, and the positions of a source and a receiver can be exchanged.
 
 
+NEAR, FAR = 27 / 24, 1 / 24  # the differences of the inside
 CELLS = 6  # that a tile next to the surface needs, for differences and interpolation
 
 # Rows of differences, from the surface inwards: to centres from the half points 0, 1, ..., and to
@@ -245,6 +249,28 @@ def source_factors(
     if surface.end == 1:
         weights = weights[::-1]
     return (1 / weights).reshape([-1 if axis == surface.axis else 1 for axis in range(axes)])
+
+
+def surface_profile() -> Float[np.ndarray, " 56"]:
+    """Return the differences and the weights of a last side as elastic_rows.h reads them.
+
+    For differences to the centres and to half points, and for each distance of the point from the
+    surface, these are the coefficients of the last six points less those of the inside, per
+    spacing. Then the weights of the points.
+    """
+    rows, points = 4, 6
+    coefficients = np.zeros((2, rows, points))
+    weights = np.ones((2, rows))
+    for half, (table, near) in enumerate(
+        ((_TO_CENTERS, _CENTER_WEIGHTS), (_TO_HALVES, _HALF_WEIGHTS))
+    ):
+        weights[half, : len(near)] = near
+        for depth, row in enumerate(table):
+            coefficients[half, depth, : len(row)] = -row
+            for shift, c in zip((-2, -1, 0, 1), (FAR, -NEAR, NEAR, -FAR), strict=True):
+                if (at := depth - shift - half) >= 0:
+                    coefficients[half, depth, at] -= c
+    return np.concatenate([coefficients.ravel(), weights.ravel()])
 
 
 def _ends(surface: Surface, reach: int, cells: int) -> tuple[int, int]:

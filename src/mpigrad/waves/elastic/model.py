@@ -109,8 +109,8 @@ class Elastic:
         Number of threads of the native kernels on each rank. Default: 1.
     backend
         "native" for the C++ kernels, or "xla" for a JAX program of the same scheme. The kernels
-        have no free surface and no attenuation. Default: "native" if JAX computes on CPUs and the
-        kernels have the case.
+        have no attenuation. Default: "native" if JAX computes on CPUs and the kernels have the
+        case.
     free_surface
         A side without traction: "x0" and "x1" are the sides before the first and behind the last
         cell along x, and so on. The surface is the side of the grid, and has no layer. Default: no

@@ -28,6 +28,8 @@ from mpigrad.extend import Array, Float, put, take
 from mpigrad.waves.absorbing import Layer, exchange_faces
 from mpigrad.waves.elastic.attenuation import Loss, relax
 from mpigrad.waves.elastic.media import (
+    FAR,
+    NEAR,
     AnelasticState,
     Fields,
     Media,
@@ -51,8 +53,6 @@ from mpigrad.waves.elastic.scheme import (
 )
 
 __all__ = ["propagate", "step"]
-
-NEAR, FAR = 27 / 24, 1 / 24
 
 AnyState = State | VolumeState | AnelasticState
 

@@ -12,7 +12,7 @@ import numpy as np
 from mpigrad.waves import arguments
 from mpigrad.waves.absorbing import Layer, Surface, WaveTile, surface_of
 from mpigrad.waves.arguments import common_settings, fingerprint
-from mpigrad.waves.elastic.media import CELLS, stagger_of, state_shapes
+from mpigrad.waves.elastic.media import CELLS, stagger_of, state_shapes, surface_profile
 from mpigrad.waves.native_run import ElasticSettings, Run, RunSettings
 from mpigrad.waves.options import Storage
 from mpigrad.waves.relaxation import Relaxation
@@ -132,6 +132,9 @@ class Scheme:
         """This scheme for the native library."""
         survey = self.survey
         widths = tuple(layer.before + layer.after for layer in self.layers)
+        # The kernels have surfaces on last sides.
+        mirrored = self.surface.axis if self.surface and self.surface.end == 0 else None
+        profiles = [c[half] for layer in self.layers for half in (0, 1) for c in (layer.a, layer.b)]
         return Run(
             self.tile,
             RunSettings(
@@ -147,10 +150,13 @@ class Scheme:
                 source_kind=_KINDS[SOURCES[self.source]],
                 component_kinds=tuple(_KINDS[component] for component in self.components),
                 receivers=survey.n_receivers,
+                surface=self.surface.axis if self.surface else None,
             ),
             profiles=[
-                c[half] for layer in self.layers for half in (0, 1) for c in (layer.a, layer.b)
-            ],
+                profile[::-1] if k // 4 == mirrored else profile
+                for k, profile in enumerate(profiles)
+            ]
+            + ([surface_profile()] if self.surface else []),
             tables=(
                 (survey.n_shots, survey.n_sources, self.source_table),
                 (
@@ -161,6 +167,7 @@ class Scheme:
             ),
             shapes=state_shapes(self.tile.shape, widths),
             gathers=(survey.n_shots, len(self.components) * survey.n_receivers, self.steps),
+            mirrored=mirrored,
         )
 
 
