@@ -17,7 +17,9 @@ template <class T, int R>
 class Acoustic {
  public:
   using Value = T;
-  static constexpr int kModels = 1, kFields = 3, kPhases = 1;
+  static constexpr int kPhases = 1;
+  static int models(const Setup&) { return 1; }
+  static int fields(const Setup&) { return 3; }
   static constexpr bool kHistoryIsState = false;
 
   struct Wave {
@@ -146,7 +148,7 @@ class Acoustic {
     });
   }
 
-  void end_adjoint(Wave& wave, const Arrays<T>& cotangents, int64_t shot) const {
+  void end_adjoint(Wave& wave, const Arrays<const T>&, const Arrays<T>& cotangents, int64_t shot) const {
     if (cotangents.empty()) return;
     each_row([&](int64_t i, int64_t j) {
       const int64_t o = tile_.at(i, j);

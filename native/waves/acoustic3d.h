@@ -26,7 +26,9 @@ template <class T>
 class Acoustic3d {
  public:
   using Value = T;
-  static constexpr int kModels = 1, kFields = 3, kPhases = 1;
+  static constexpr int kPhases = 1;
+  static int models(const Setup&) { return 1; }
+  static int fields(const Setup&) { return 3; }
   static constexpr bool kHistoryIsState = false;
   static constexpr int kAxes = 3;
 
@@ -145,7 +147,7 @@ class Acoustic3d {
     negate_p(wave);
   }
 
-  void end_adjoint(Wave& wave, const Arrays<T>& cotangents, int64_t shot) const {
+  void end_adjoint(Wave& wave, const Arrays<const T>&, const Arrays<T>& cotangents, int64_t shot) const {
     if (cotangents.empty()) return;
     each_row([&](int64_t i, int64_t m, int64_t) {
       for (int64_t j = 0; j < tile_.ny; ++j) {

@@ -34,6 +34,7 @@ struct RunDescription {
   int64_t n_components;
   const int64_t* component_kinds;
   int64_t surface;           // axis whose last side is free, or -1. Its table is the last profile
+  int64_t mechanisms;        // of attenuation. Their constants are the profile after those of the axes
 };
 
 }  // namespace mpigrad::waves

@@ -10,6 +10,7 @@
 
 #include "waves/elastic_rows.h"
 #include "waves/propagate.h"
+#include "waves/relaxation.h"
 #include "waves/rim.h"
 
 namespace mpigrad::waves {
@@ -23,12 +24,17 @@ class Elastic {
   using Stress = elastic::Stress<T, N>;
   using Parameters = elastic::Parameters<const T, N>;
   using Weights = elastic::Weights<T, N>;
+  using Rows = elastic::Rows<T, Shape::kStresses>;
   static constexpr int kLast = Shape::kLast, kPairs = Shape::kPairs, kStresses = Shape::kStresses;
+  static constexpr int kModuli = 2 + kPairs;
   static constexpr int64_t kReach = elastic::kReach;
 
  public:
   using Value = T;
-  static constexpr int kModels = Parameters::kCount, kFields = 2 * N + kStresses, kPhases = 2;
+  static constexpr int kPhases = 2;
+  // With attenuation, the loss of each modulus, and the memories of the mechanisms.
+  static int models(const Setup& setup) { return Parameters::kCount + (setup.mechanisms ? kModuli : 0); }
+  static int fields(const Setup& setup) { return 2 * N + kStresses + (setup.mechanisms > 0); }
   static constexpr bool kHistoryIsState = true;
   enum Kind : int64_t { kPressure, kVx, kVy, kVz };  // field that a source drives or a receiver records
 
@@ -39,6 +45,13 @@ class Elastic {
     Stress stress;
     Memory memories, others;
     Memories memory;
+    // Of attenuation: the memories of the strain rates. In the adjoint they are the filters f, `rest` is h, and
+    // `plain` is a, where `stress` is t. (In a fluid a is tiny, and would be lost in differences of t and h.)
+    Memory strains, rest;
+    std::array<Field<T>, kStresses> plain_fields;
+    Stress plain;
+    T* strain() const { return static_cast<T*>(strains.data()); }
+    T* decaying() const { return static_cast<T*>(rest.data()); }
     // Of the adjoint: the next memories of the stresses' derivatives, and of the velocities'.
     Memories next_memory, next_motion;
     // Velocities that the force of a step has changed in a history, and their values before.
@@ -47,7 +60,8 @@ class Elastic {
     std::vector<std::pair<T*, T>> late;
   };
 
-  // profiles: a and b at the centres, a and b half a cell further, along each axis, and the surface's table.
+  // profiles: a and b at the centres, a and b half a cell further, along each axis, the constants of
+  // attenuation, and the surface's table.
   explicit Elastic(const Setup& setup)
       : setup_(setup),
         tile_(setup.tile),
@@ -69,6 +83,8 @@ class Elastic {
       if (setup.surface == of && tile_.neighbor[2 * of + 1] == kNobody)
         surface_ = elastic::Surface<T>(axis, setup.profiles.back(), setup.dt / setup.spacing[of]);
     }
+    if (setup.mechanisms)
+      relaxation_ = elastic::Relaxation<T, kStresses>(setup.profiles[4 * N], setup.mechanisms, tile_.nx * tile_.nm, tile_.ny);
   }
 
   // ---- the model: lambda + 2 mu / N and mu at the cells, mu between four of them, 1/rho between two ----
@@ -77,43 +93,63 @@ class Elastic {
   std::string fault(const double*) const { return ""; }  // Python checks the model
 
   void load(const Arrays<const T>& models) {
-    forward_ = parameters(models);
-    // The adjoint divides by mu. In a fluid it uses a tiny mu, which does not affect other cells.
+    forward_ = parameters(models), lost_ = losses(models);
+    // The adjoint divides by the moduli. In a fluid it uses a tiny mu, which does not affect other cells.
     const T little = sizeof(T) == 8 ? T(1e-24) : T(1e-12);
-    positive_ = Memory((1 + kPairs) * cells() * sizeof(T));
+    const bool relaxes = relaxation_.acts();
+    divisors_ = Memory((relaxes ? 2 : 1) * kModuli * cells() * sizeof(T));
     Arrays<const T> adjoint = models;
-    for (int k = 0; k < 1 + kPairs; ++k) {
-      T* positive = static_cast<T*>(positive_.data()) + k * cells();
-      for (int64_t c = 0; c < cells(); ++c)
-        positive[c] = std::max(models[1 + k][c], little * models[0][c]);
-      adjoint[1 + k] = positive;
+    for (int k = 0; k < kModuli; ++k) {
+      T *divisor = static_cast<T*>(divisors_.data()) + k * cells(), *ratio = divisor + kModuli * cells();
+      adjoint[k] = divisor;
+      for (int64_t c = 0; c < cells(); ++c) {
+        const T loss = relaxes ? models[Parameters::kCount + k][c] : T(0);
+        divisor[c] = models[k][c] - relaxation_.coupling() * loss;
+        if (k > 0) divisor[c] = std::max(divisor[c], little * models[0][c]);
+        if (relaxes) ratio[c] = loss / divisor[c];
+      }
+      ratio_[k] = ratio;
     }
     adjoint_ = parameters(adjoint);
-    sums_ = Memory(kModels * cells() * sizeof(T));
+    const int64_t values = models.size() * cells();
+    sums_ = Memory(values * sizeof(T));
     T* sum = static_cast<T*>(sums_.data());
-    std::fill_n(sum, kModels * cells(), T(0));
-    gradient_ = elastic::Parameters<T, N>([&] { return std::exchange(sum, sum + cells()); });
+    std::fill_n(sum, values, T(0));
+    const auto next = [&] { return std::exchange(sum, sum + cells()); };
+    gradient_ = elastic::Parameters<T, N>(next);
+    if (!relaxes) return;
+    lost_gradient_.bulk = next(), lost_gradient_.shear = next();
+    for (T*& mu : lost_gradient_.shears) mu = next();
   }
 
-  void load_tangents(const Arrays<const T>& t) { tangents_ = parameters(t); }
+  void load_tangents(const Arrays<const T>& t) {
+    tangents_ = parameters(t), lost_tangents_ = losses(t);
+    if (relaxation_.acts()) means_ = Memory(kStresses * cells() * sizeof(T));
+  }
 
   void gradient(const Arrays<T>& models) const {
     const auto& [bulk, shear, shears, buoyancy] = adjoint_;
     each_cell([&](int64_t, int64_t c, int64_t depth) {
-      models[0][c] = weight(kNormal, depth) * gradient_.bulk[c] / bulk[c];
-      models[1][c] = weight(kNormal, depth) * gradient_.shear[c] / shear[c];
-      for (int k = 0; k < kPairs; ++k)
-        models[2 + k][c] = weight(N + k, depth) * gradient_.shears[k][c] / shears[k][c];
+      const auto moduli = [&, &bulk = bulk, &shear = shear, &shears = shears](
+                              const elastic::Parameters<T, N>& sums, int first) {
+        models[first][c] = weight(kNormal, depth) * sums.bulk[c] / bulk[c];
+        models[first + 1][c] = weight(kNormal, depth) * sums.shear[c] / shear[c];
+        for (int k = 0; k < kPairs; ++k)
+          models[first + 2 + k][c] = weight(N + k, depth) * sums.shears[k][c] / shears[k][c];
+      };
+      moduli(gradient_, 0);
+      if (relaxation_.acts()) moduli(lost_gradient_, Parameters::kCount);
       for (int b = 0; b < N; ++b)
         models[2 + kPairs + b][c] = weight(b, depth) * gradient_.buoyancy[b][c] / buoyancy[b][c] / buoyancy[b][c];
     });
   }
 
-  // ---- the state: velocities, stresses, and the memories along each axis ----
+  // ---- the state: velocities, stresses, the memories along each axis, and those of attenuation ----
 
   std::vector<int64_t> state_sizes() const {
     std::vector<int64_t> sizes(N + kStresses, cells());
     for (const AxisLayers& layers : layers_) sizes.push_back(2 * N * layers.size(tile_));
+    if (relaxation_.acts()) sizes.push_back(setup_.mechanisms * kStresses * cells());
     return sizes;
   }
 
@@ -123,6 +159,7 @@ class Elastic {
     for (int k = 0; k < kStresses; ++k) w.stress[k] = w.fields[k] = Field<T>(tile_);
     w.memories = Memory(memory_size_ * sizeof(T));
     w.memory = memories(static_cast<T*>(w.memories.data()));
+    if (relaxation_.acts()) w.strains = Memory(relaxation_.size() * sizeof(T));
     return w;
   }
 
@@ -132,6 +169,7 @@ class Elastic {
     for (Field<T>& field : w.fields) field.clear();
     w.memory = memories(static_cast<T*>(w.memories.data()));
     w.v = w.next = slot(static_cast<T*>(w.first.data()));
+    std::fill_n(w.strain(), relaxation_.size(), T(0));
     if (!state.empty()) transfer<true>(w, state, shot);
   }
 
@@ -156,10 +194,12 @@ class Elastic {
       if (N == 3) w.stress[2][o] = shear * (z - trace / N);
     });
     each_memory(w, [&](T& value, int b, int64_t depth) { value /= weights_.dt * weight(b, depth); });
+    if (relaxation_.acts()) begin_filters(w);
   }
 
-  void end_adjoint(Wave& w, const Arrays<T>& cotangents, int64_t shot) const {
+  void end_adjoint(Wave& w, const Arrays<const T>& state, const Arrays<T>& cotangents, int64_t shot) const {
     if (cotangents.empty()) return;
+    if (relaxation_.acts()) end_filters(w, state.back() + shot * state_sizes().back());
     const Parameters& k = adjoint_;
     each_cell([&](int64_t o, int64_t c, int64_t depth) {
       for (int b = 0; b < N; ++b) w.v.v[b][o] /= k.buoyancy[b][c] / weight(b, depth);
@@ -262,9 +302,10 @@ class Elastic {
     value /= weight(kind == kPressure ? kNormal : static_cast<int>(kind) - 1, depth(e.i, e.m, e.j));
     if (adjoint) {
       if (phase == 0) return;
-      if (kind == kPressure)
+      if (kind == kPressure) {
         w.stress[0][e.cell] -= adjoint_.bulk[c] * value;
-      else
+        if (relaxation_.acts()) w.plain[0][e.cell] -= adjoint_.bulk[c] * value;
+      } else
         w.late.emplace_back(w.v.v[kind - 1] + e.cell, adjoint_.buoyancy[kind - 1][c] * value);
       return;
     }
@@ -296,16 +337,16 @@ class Elastic {
     if (kind != kPressure)
       value = w.v.v[kind - 1][e.cell];
     else if (adjoint)
-      value = of(0) / adjoint_.bulk[model_row(e.i, e.m) + e.j];
+      value = (relaxation_.acts() ? w.plain[0][e.cell] : of(0)) / adjoint_.bulk[model_row(e.i, e.m) + e.j];
     else
       value = -sum(of(0), of(1), of(kLast)) / N;
     return static_cast<T>(e.weight) * value * (adjoint ? weights_.dt * share_ : T(1));
   }
 
  private:
-  // Cells j0 to j1 of a row: where it begins in fields, and in arrays without margins.
+  // Cells j0 to j1 of a row: where it begins in fields, and in arrays without margins, and its number.
   struct Row {
-    int64_t i, m, j0, j1, o, c;
+    int64_t i, m, j0, j1, o, c, number;
   };
 
   int64_t cells() const { return tile_.nx * tile_.nm * tile_.ny; }
@@ -318,6 +359,13 @@ class Elastic {
 
   static Parameters parameters(const Arrays<const T>& models) {
     return Parameters([model = models.begin()]() mutable { return *model++; });
+  }
+  static Parameters losses(const Arrays<const T>& models) {
+    Parameters loss;
+    if (models.size() == Parameters::kCount) return loss;
+    loss.bulk = models[Parameters::kCount], loss.shear = models[Parameters::kCount + 1];
+    for (int k = 0; k < kPairs; ++k) loss.shears[k] = models[Parameters::kCount + 2 + k];
+    return loss;
   }
   // Of values for each axis. On two axes `y` is not used, and z is the last one.
   MPIGRAD_INLINE static T sum(T x, T y, T z) { return N == 3 ? x + y + z : x + z; }
@@ -409,6 +457,16 @@ class Elastic {
       auto* value = state[k] + shot * sizes[k];
       each_memory(w, axis, [&](T& memory, auto...) { copy(&memory, value++, 1); });
     }
+    // Strains here are times dt.
+    each_mechanism(w.strain(), [&](int64_t l, const Rows& r, int64_t c, int64_t j, int64_t) {
+      for (int k = 0; k < kStresses; ++k) {
+        auto& there = state.back()[shot * sizes.back() + (l * kStresses + k) * cells() + c];
+        if constexpr (kIn)
+          r[k][j] = weights_.dt * there;
+        else
+          there = r[k][j] / weights_.dt;
+      }
+    });
   }
 
   // Between fields and a rim: the velocities' memories, which follow each other, velocities, stresses.
@@ -467,7 +525,7 @@ class Elastic {
       const int64_t k = i - lag;
       if (k < b.i0 || k >= end) continue;
       for (int64_t m = b.m0; m < b.m1; ++m)
-        deform({k, m, b.j0, b.j1, tile_.at(k, m, 0), model_row(k, m)}, mode, w, w.v, w.next);
+        deform({k, m, b.j0, b.j1, tile_.at(k, m, 0), model_row(k, m), k * tile_.nm + m}, mode, w, w.v, w.next);
     }
   }
 
@@ -481,7 +539,7 @@ class Elastic {
   void rows(int phase, Mode mode, const Box& b, int64_t first, int64_t last, Wave& w) const {
     for (int64_t i = first; i < last; ++i)
       for (int64_t m = b.m0; m < b.m1; ++m) {
-        const Row row{i, m, b.j0, b.j1, tile_.at(i, m, 0), model_row(i, m)};
+        const Row row{i, m, b.j0, b.j1, tile_.at(i, m, 0), model_row(i, m), i * tile_.nm + m};
         phase == 0 ? accelerate(row, mode, w) : deform(row, mode, w, w.previous, w.v);
       }
   }
@@ -490,7 +548,7 @@ class Elastic {
   void undo(int phase, const Box& b, Wave& w) const {
     for (int64_t i = b.i0; i < b.i1; ++i)
       for (int64_t m = b.m0; m < b.m1; ++m) {
-        const Row row{i, m, b.j0, b.j1, tile_.at(i, m, 0), model_row(i, m)};
+        const Row row{i, m, b.j0, b.j1, tile_.at(i, m, 0), model_row(i, m), i * tile_.nm + m};
         if (phase == 0)
           deform<Layers::kNone>(row, back_, w.v, w.memory, w.memory, forward_, w.stress);
         else
@@ -501,7 +559,7 @@ class Elastic {
   // The velocities of a row.
   void accelerate(const Row& r, Mode mode, Wave& w) const {
     if (mode == Mode::kAdjoint) {
-      correlate_deformation(r, w.stress);
+      relaxation_.acts() ? correlate_relaxed(r, w) : correlate_deformation(r, w.stress);
       forces<Layers::kBack>(r, w);
       correlate_acceleration(r, w.next);
     } else {
@@ -513,6 +571,8 @@ class Elastic {
 
   // The stresses of a row. `previous` has the velocities' memories before the step.
   void deform(const Row& r, Mode mode, Wave& w, const Motion& previous, const Motion& v) const {
+    if (relaxation_.acts())
+      return mode == Mode::kAdjoint ? deform_back(r, v, w) : deform_relaxed(r, mode, w, previous, v);
     if (mode == Mode::kAdjoint) {
       deform<Layers::kBack>(r, back_, v, w.memory, w.next_memory, adjoint_, w.stress);
       return;
@@ -778,6 +838,211 @@ class Elastic {
     if (right < r.j1) end(right, r.j1, columns.right(r.i, r.m));
   }
 
+  // ---- attenuation (relaxation.h) ----
+
+  // The sums e, m, ... of a row, of this thread.
+  Rows scratch(int which) const {
+    static thread_local std::vector<T> memory;
+    const int64_t pitch = (tile_.ny + 31) / 16 * 16;
+    memory.resize(std::max<size_t>(memory.size(), 4 * kStresses * pitch));
+    Rows rows;
+    for (int k = 0; k < kStresses; ++k) rows[k] = memory.data() + (which * kStresses + k) * pitch;
+    return rows;
+  }
+
+  // The strain rates of a row times dt.
+  template <Layers L>
+  Rows strain_rates(const Row& r, const Motion& v, const Memories& from, const Memories& to) const {
+    const Rows e = scratch(0);
+    for (T* row : e) std::fill(row + r.j0, row + r.j1, T(0));
+    T *e0 = e[0], *e1 = e[1], *e2 = e[kLast];
+    stretch<L>(r, weights_, v, from, to, [=](int64_t j, T x, T y, T z) __attribute__((always_inline)) {
+      e0[j] += x;
+      if constexpr (N == 3) e1[j] += y;
+      e2[j] += z;
+    });
+    slides<L>(r, weights_, v, from, to, [&](int pair) {
+      return [row = e[N + pair]](int64_t j, T g) __attribute__((always_inline)) { row[j] += g; };
+    });
+    return e;
+  }
+
+  // stress += Hooke's law of `e` with c, less that of `m` with l.
+  void hooke(const Row& r, const Rows& e, const Parameters& c, const Rows& m, const Parameters& l,
+             const Stress& stress) const {
+    const T *bulk = c.bulk + r.c, *shear = c.shear + r.c, *lost = l.bulk + r.c, *slipped = l.shear + r.c;
+    const T *x = e[0], *y = e[1], *z = e[kLast], *mx = m[0], *my = m[1], *mz = m[kLast];
+    T *n0 = stress[0] + r.o, *n1 = stress[1] + r.o, *n2 = stress[kLast] + r.o;
+    const int64_t next = tile_.ny;
+    prefetch(r, {bulk + next, shear + next, lost + next, slipped + next});
+#pragma omp simd
+    for (int64_t j = r.j0; j < r.j1; ++j) {
+      const T trace = sum(x[j], y[j], z[j]), past = sum(mx[j], my[j], mz[j]);
+      const T mu = 2 * shear[j], nu = 2 * slipped[j], mean = trace * T(1. / N), before = past * T(1. / N);
+      const T all = bulk[j] * trace - lost[j] * past;
+      n0[j] += all + mu * (x[j] - mean) - nu * (mx[j] - before);
+      if constexpr (N == 3) n1[j] += all + mu * (y[j] - mean) - nu * (my[j] - before);
+      n2[j] += all + mu * (z[j] - mean) - nu * (mz[j] - before);
+    }
+    for (int k = 0; k < kPairs; ++k) {
+      const T *mu = c.shears[k] + r.c, *nu = l.shears[k] + r.c, *rate = e[N + k], *mean = m[N + k];
+      T* s = stress[N + k] + r.o;
+      prefetch(r, {mu + next, nu + next});
+#pragma omp simd
+      for (int64_t j = r.j0; j < r.j1; ++j) s[j] += mu[j] * rate[j] - nu[j] * mean[j];
+    }
+  }
+
+  void deform_relaxed(const Row& r, Mode mode, Wave& w, const Motion& previous, const Motion& v) const {
+    const Rows e = strain_rates<Layers::kStep>(r, v, previous.memory, v.memory), m = scratch(1);
+    relaxation_.step(w.strain(), r.number, r.j0, r.j1, e, m);
+    hooke(r, e, forward_, m, lost_, w.stress);
+    if (!means_.data()) return;
+    // Of a tangent, the run keeps m for what the tangent of the loss adds.
+    Rows means;
+    for (int k = 0; k < kStresses; ++k) means[k] = static_cast<T*>(means_.data()) + k * cells() + r.c;
+    if (mode == Mode::kSave) {
+      for (int k = 0; k < kStresses; ++k) std::copy(m[k] + r.j0, m[k] + r.j1, means[k] + r.j0);
+    } else if (mode == Mode::kBorn) {
+      const Rows of_run = strain_rates<Layers::kRead>(r, after_, after_.memory, after_.memory);
+      hooke(r, of_run, tangents_, means, lost_tangents_, w.stress);
+    }
+  }
+
+  // L / A of the stress k of the adjoint: the mean, the deviators, the shear stresses.
+  const T* ratio(int k) const { return ratio_[k == 0 ? 0 : k < N ? 1 : 2 + k - N]; }
+  // t of a row from a and the filters.
+  void filter(const Row& r, const Wave& w) const {
+    T *sum = scratch(3)[0], *rest = scratch(3)[1];
+    for (int k = 0; k < kStresses; ++k) {
+      const T *a = w.plain[k] + r.o, *q = ratio(k) + r.c;
+      T* t = w.stress[k] + r.o;
+      prefetch(r, {a + tile_.stride, t + tile_.stride, q + tile_.ny});
+      relaxation_.filtered(w.strain(), k, r.number, r.j0, r.j1, sum);
+      relaxation_.filtered(w.decaying(), k, r.number, r.j0, r.j1, rest);
+#pragma omp simd
+      for (int64_t j = r.j0; j < r.j1; ++j) t[j] = a[j] - q[j] * sum[j] + rest[j];
+    }
+  }
+  void deform_back(const Row& r, const Motion& v, Wave& w) const {
+    relaxation_.fetch_next(w.strain(), r.number);
+    for (int k = 0; k < kStresses; ++k)
+      relaxation_.step_back(w.strain(), w.decaying(), k, r.number, r.j0, r.j1, w.plain[k] + r.o);
+    deform<Layers::kBack>(r, back_, v, w.memory, w.next_memory, adjoint_, w.plain);
+    filter(r, w);
+  }
+
+  // The moduli's part of the gradient with attenuation.
+  void correlate_relaxed(const Row& r, const Wave& w) const {
+    const Rows e = strain_rates<Layers::kRead>(r, after_, after_.memory, after_.memory);
+    Rows a;
+    const Rows f = scratch(1);
+    const int64_t next = r.c + tile_.ny;
+    relaxation_.fetch_next(w.strain(), r.number);
+    for (const auto& sums : {gradient_, lost_gradient_}) {
+      prefetch(r, {sums.bulk + next, sums.shear + next});
+      for (const T* mu : sums.shears) prefetch(r, {mu + next});
+    }
+    for (const T* v : after_.v) prefetch(r, {v + r.o + 2 * tile_.plane + tile_.stride});
+    const T coupling = relaxation_.coupling();
+    for (int k = 0; k < kStresses; ++k) {
+      a[k] = w.plain[k] + r.o;
+      prefetch(r, {a[k] + tile_.stride});
+      relaxation_.filtered(w.strain(), k, r.number, r.j0, r.j1, f[k]);
+#pragma omp simd
+      for (int64_t j = r.j0; j < r.j1; ++j) f[k][j] = -(coupling * a[k][j] + f[k][j]);
+    }
+    correlate(r.c, r.j0, r.j1, e, a, gradient_), correlate(r.c, r.j0, r.j1, e, f, lost_gradient_);
+  }
+  // Adds the products of strain rates and scaled cotangents to the sums of the moduli.
+  void correlate(int64_t c, int64_t j0, int64_t j1, const Rows& e, const Rows& a,
+                 const elastic::Parameters<T, N>& sums) const {
+    T *bulk = sums.bulk + c, *shear = sums.shear + c;
+    const T *x = e[0], *y = e[1], *z = e[kLast], *p = a[0], *dx = a[1], *dz = a[kLast];
+#pragma omp simd
+    for (int64_t j = j0; j < j1; ++j) {
+      bulk[j] += p[j] * sum(x[j], y[j], z[j]);
+      shear[j] += N == 3 ? dx[j] * (x[j] - y[j]) + dz[j] * (z[j] - y[j]) : dx[j] * (x[j] - z[j]);
+    }
+    for (int k = 0; k < kPairs; ++k) {
+      T* mu = sums.shears[k] + c;
+      const T *rate = e[N + k], *s = a[N + k];
+#pragma omp simd
+      for (int64_t j = j0; j < j1; ++j) mu[j] += s[j] * rate[j];
+    }
+  }
+
+  // From cotangents of the memories to filters and decaying parts, and back. `transfer` has multiplied by dt.
+  void begin_filters(Wave& w) const {
+    const int64_t size = relaxation_.size();
+    w.rest = Memory();
+    if (std::any_of(w.strain(), w.strain() + size, [](T x) { return x != 0; })) {
+      w.rest = Memory(size * sizeof(T));
+      std::memcpy(w.decaying(), w.strain(), size * sizeof(T));
+      each_mechanism(w.decaying(), [&](int64_t, const Rows& h, int64_t, int64_t j, int64_t depth) {
+        const T x = h[0][j], z = h[kLast][j], mean = sum(x, h[1][j], z) / N, square = weights_.dt * weights_.dt;
+        const T share = 1 / (square * weight(kNormal, depth));
+        h[0][j] = share * mean, h[1][j] = share * (x - mean);
+        if (N == 3) h[2][j] = share * (z - mean);
+        for (int k = 0; k < kPairs; ++k) h[N + k][j] /= square * weight(N + k, depth);
+      });
+    }
+    std::fill_n(w.strain(), size, T(0));
+    for (int k = 0; k < kStresses; ++k) {
+      w.plain_fields[k] = Field<T>(tile_);
+      w.plain_fields[k].clear();
+      w.plain[k] = w.plain_fields[k];
+    }
+    each_row([&](const Row& r) {
+      for (int k = 0; k < kStresses; ++k) std::copy_n(w.stress[k] + r.o, tile_.ny, w.plain[k] + r.o);
+      filter(r, w);
+    });
+  }
+  void end_filters(Wave& w, const T* state) const {
+    each_row([&](const Row& r) {
+      for (int k = 0; k < kStresses; ++k) std::copy_n(w.plain[k] + r.o, tile_.ny, w.stress[k] + r.o);
+    });
+    // The loss has filtered the first memories, too.
+    const T dt = weights_.dt;
+    each_mechanism(w.strain(), [&](int64_t l, const Rows& f, int64_t c, int64_t j, int64_t depth) {
+      std::array<T, kStresses> values;
+      Rows e, a;
+      for (int k = 0; k < kStresses; ++k) {
+        values[k] = -dt * state[(l * kStresses + k) * cells() + c];
+        e[k] = &values[k], a[k] = f[k] + j;
+      }
+      correlate(c, 0, 1, e, a, lost_gradient_);
+      const auto cotangent = [&](int k) {
+        const T decayed = w.decaying() ? relaxation_.at(w.decaying(), c / tile_.ny, l, k)[j] : T(0);
+        return decayed - ratio(k)[c] * f[k][j];
+      };
+      // Multiplied by dt twice, as `end` divides by it.
+      const T square = dt * dt;
+      const T p = cotangent(0), dx = cotangent(1), dz = N == 3 ? cotangent(kLast) : T(0);
+      std::array<T, kPairs> pairs;
+      for (int k = 0; k < kPairs; ++k) pairs[k] = cotangent(N + k);
+      const T share = square * weight(kNormal, depth);
+      f[0][j] = share * (p + dx), f[1][j] = share * (p - (dx + dz));
+      if (N == 3) f[2][j] = share * (p + dz);
+      for (int k = 0; k < kPairs; ++k) f[N + k][j] = square * weight(N + k, depth) * pairs[k];
+    });
+  }
+  template <class F>
+  void each_row(const F& f) const {
+    for (int64_t i = 0; i < tile_.nx; ++i)
+      for (int64_t m = 0; m < tile_.nm; ++m) f(Row{i, m, 0, tile_.ny, tile_.at(i, m, 0), model_row(i, m), i * tile_.nm + m});
+  }
+  // f(mechanism, its memories in a row, index of a cell, its column, depth)
+  template <class F>
+  void each_mechanism(T* memory, const F& f) const {
+    for (int64_t l = 0; l < setup_.mechanisms; ++l)
+      each_row([&](const Row& r) {
+        Rows rows;
+        for (int k = 0; k < kStresses; ++k) rows[k] = relaxation_.at(memory, r.number, l, k);
+        for (int64_t j = 0; j < tile_.ny; ++j) f(l, rows, r.c + j, j, depth(r.i, r.m, j));
+      });
+  }
+
   // What the differences along an axis have next to the surface besides those of the inside: add(j, value).
   // half: between the cells.
   template <int Axis, class F, class Add>
@@ -830,8 +1095,13 @@ class Elastic {
   elastic::Surface<T> surface_;
   Parameters forward_, adjoint_, tangents_;
   elastic::Parameters<T, N> gradient_;
+  elastic::Relaxation<T, kStresses> relaxation_;
+  Parameters lost_, lost_tangents_;
+  elastic::Parameters<T, N> lost_gradient_;
+  std::array<const T*, kModuli> ratio_{};  // L / A
+  Memory means_;
   Motion before_, after_;  // of the step that the adjoint or the tangent is at
-  Memory positive_, sums_;
+  Memory divisors_, sums_;
 };
 
 }  // namespace mpigrad::waves

@@ -1,13 +1,13 @@
 // The time loop of all waves, forward and backward. The equation is a physics (acoustic.h is the
 // model). A physics `P` with values of type P::Value offers
-//   kModels, kFields, kPhases         numbers of arrays of the model and of the state, and of the
+//   models, fields(setup), kPhases    numbers of arrays of the model and of the state, and of the
 //                                     phases of a step. After each phase neighbours exchange `pieces`
 //   extremes, fault                   values, and the error that their maxima over all ranks show in
 //                                     the model or in the time step
 //   load(models), gradient(models)    set the medium, get its cotangents after the adjoint run
 //   Wave, begin, end                  the fields, from and to the arrays of the state, of state_sizes
 //                                     per shot
-//   begin_adjoint, end_adjoint        from and to the cotangents of the state
+//   begin_adjoint, end_adjoint        from and to the cotangents of the state. The end gets the state, too
 //   prepare(phase, mode, wave, ...)   work before a phase on the whole tile. `before` is the history
 //                                     of the step before, and first(wave) that of a step that would
 //                                     have ended with the initial wave
@@ -237,7 +237,7 @@ class Propagation {
           return code;
         if (int code = agree_about(states)) return code;
       }
-      physics_.end_adjoint(back, first_cotangents, shot);
+      physics_.end_adjoint(back, state, first_cotangents, shot);
     }
     if (int code = finish(steps)) return code;
     if (int code = finish(states)) return code;
@@ -317,7 +317,7 @@ class Propagation {
           return code;
         after = here;
       }
-      physics_.end_adjoint(back, first_cotangents, shot);
+      physics_.end_adjoint(back, state, first_cotangents, shot);
     }
     physics_.gradient(models);
     return 0;

@@ -45,13 +45,13 @@ ffi::Error run_as(Kind kind, Call& c, const Setup& setup, Arguments& in, Results
                   bool save) {
   using T = typename P::Value;
   Reader<T> reader(in, out);
-  const int fields = rest ? 0 : P::kFields;
+  const int fields = rest ? 0 : P::fields(setup);
   const PointTable *sources = &setup.tables[0], *receivers = &setup.tables[1];
   const auto values = [&](const PointTable* table, const T* data) {
     return Values<T>{table, const_cast<T*>(data), setup.steps};
   };
   Propagation<P> propagation(c, setup);
-  const Arrays<const T> models = reader.take(P::kModels);
+  const Arrays<const T> models = reader.take(P::models(setup));
   const Values<T> amplitudes = values(sources, reader.take(1)[0]);
   const Arrays<const T> state = reader.take(fields);
   bool available = false;
@@ -67,19 +67,19 @@ ffi::Error run_as(Kind kind, Call& c, const Setup& setup, Arguments& in, Results
   if (kind == kForward) {
     const Values<T> gathers = values(receivers, reader.give(1, true)[0]);
     int32_t* ticket = reader.give_ticket();
-    code = propagation.forward(state, amplitudes, gathers, reader.give(P::kFields), save, *ticket);
+    code = propagation.forward(state, amplitudes, gathers, reader.give(P::fields(setup)), save, *ticket);
   } else if (kind == kTangent) {
     reader.take_ticket();
-    const Arrays<const T> model_tangents = reader.take(P::kModels);
+    const Arrays<const T> model_tangents = reader.take(P::models(setup));
     const Values<T> amplitude_tangents = values(sources, reader.take(1)[0]);
     const Arrays<const T> state_tangents = reader.take(fields);
     const Values<T> gathers = values(receivers, reader.give(1, true)[0]);
     code = propagation.tangent(state, amplitudes, model_tangents, state_tangents,
-                               amplitude_tangents, gathers, reader.give(P::kFields));
+                               amplitude_tangents, gathers, reader.give(P::fields(setup)));
   } else {
     const Values<T> gathers = values(receivers, reader.take(1)[0]);
-    const Arrays<const T> last = reader.take(P::kFields);
-    const Arrays<T> model_cotangents = reader.give(P::kModels);
+    const Arrays<const T> last = reader.take(P::fields(setup));
+    const Arrays<T> model_cotangents = reader.give(P::models(setup));
     const Values<T> amplitude_cotangents = values(sources, reader.give(1, true)[0]);
     code = propagation.adjoint(state, amplitudes, available ? kept : nullptr, gathers, last,
                                model_cotangents, amplitude_cotangents, reader.give(fields));

@@ -134,7 +134,7 @@ struct Setup {
   double stable_length;                    // acoustic: see RunDescription, as for the next three
   int64_t source_kind, receivers;          // elastic
   std::vector<int64_t> component_kinds;    // elastic
-  int64_t surface;                         // elastic
+  int64_t surface, mechanisms;             // elastic
   std::vector<std::vector<double>> profiles;  // of the physics, along one axis
   std::vector<PointTable> tables;
 };

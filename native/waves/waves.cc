@@ -110,6 +110,7 @@ MPIGRAD_EXPORT const char* mpigrad_waves_create_run(
   setup->receivers = d.receivers;
   setup->component_kinds.assign(d.component_kinds, d.component_kinds + d.n_components);
   setup->surface = d.surface;
+  setup->mechanisms = d.mechanisms;
   const std::lock_guard<std::mutex> lock(setups_mutex);
   *id = setup->id = ++last;
   setups.emplace(last, std::move(setup));

@@ -80,6 +80,7 @@ class RunDescription(ctypes.Structure):
         ("n_components", ctypes.c_int64),
         ("component_kinds", ctypes.POINTER(ctypes.c_int64)),
         ("surface", ctypes.c_int64),
+        ("mechanisms", ctypes.c_int64),
     )
 
 
@@ -127,12 +128,16 @@ class ElasticSettings:
         Number of receivers of each component.
     surface
         The axis with a free surface. The last profile has its table.
+    mechanisms
+        Number of mechanisms of attenuation. Their constants are the profile after those of the
+        axes.
     """
 
     source_kind: int
     component_kinds: tuple[int, ...]
     receivers: int
     surface: int | None = None
+    mechanisms: int = 0
 
 
 class Run:
@@ -239,6 +244,7 @@ def _describe(
         d.receivers = max(physics.receivers, 1)
         d.n_components = len(physics.component_kinds)
         d.component_kinds = (ctypes.c_int64 * d.n_components)(*physics.component_kinds)
+        d.mechanisms = physics.mechanisms
         d.surface = -1 if physics.surface is None else axes.index(physics.surface)
     return d
 

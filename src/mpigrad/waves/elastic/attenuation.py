@@ -29,6 +29,7 @@ __all__ = [
     "require_factors",
     "require_stable",
     "smallest",
+    "step_constants",
 ]
 
 # ---- Loss of elastic waves by standard linear solids ----
@@ -107,15 +108,20 @@ def relax(
         The r_l, shape (shots, mechanisms, len(rates), *cells).
     """
     strain = jnp.stack(rates, axis=1)[:, None]
-    ones = (1,) * (memory.ndim - 2)
-    times, weights = (
-        np.asarray(x).reshape(-1, *ones) for x in (relaxation.times, relaxation.weights)
+    keep, gain, half = (
+        jnp.asarray(x.reshape(-1, *(1,) * (memory.ndim - 2)), memory.dtype)
+        for x in step_constants(relaxation, dt)
     )
-    a = dt / (2 * times)
-    keep, gain = (jnp.asarray(x, memory.dtype) for x in ((1 - a) / (1 + a), 2 * a / (1 + a)))
     following = keep * memory + gain * strain
-    mean = jnp.sum(jnp.asarray(weights / 2, memory.dtype) * (memory + following), axis=1)
+    mean = jnp.sum(half * (memory + following), axis=1)
     return [mean[:, k] for k in range(len(rates))], following
+
+
+def step_constants(relaxation: Relaxation, dt: float) -> tuple[np.ndarray, ...]:
+    """Return for each mechanism what a step keeps of r_l, what it takes of e, and b_l / 2."""
+    times, weights = np.asarray(relaxation.times), np.asarray(relaxation.weights)
+    a = dt / (2 * times)
+    return (1 - a) / (1 + a), 2 * a / (1 + a), weights / 2
 
 
 def smallest(q: Float[Array, "*tile"] | None) -> Any:

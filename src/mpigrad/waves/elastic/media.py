@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -304,8 +304,11 @@ class Media(NamedTuple):
     buoyancies: tuple[Tile, ...]
 
 
-def native_models(media: Media) -> list[jax.Array]:
-    """Return the arrays of the native kernels: on three axes lambda + 2/3 mu is the first one."""
+def native_models(media: Any) -> list[jax.Array]:
+    """Return the arrays of `Media` or of a `Loss` for the native kernels.
+
+    On three axes lambda + 2/3 mu is the first one.
+    """
     if media.bulk.ndim == 3:
         media = media._replace(bulk=media.bulk - media.shear / 3)
     return jax.tree.leaves(media)

@@ -108,9 +108,8 @@ class Elastic:
     threads
         Number of threads of the native kernels on each rank. Default: 1.
     backend
-        "native" for the C++ kernels, or "xla" for a JAX program of the same scheme. The kernels
-        have no attenuation. Default: "native" if JAX computes on CPUs and the kernels have the
-        case.
+        "native" for the C++ kernels, or "xla" for a JAX program of the same scheme. Default:
+        "native" if JAX computes on CPUs.
     free_surface
         A side without traction: "x0" and "x1" are the sides before the first and behind the last
         cell along x, and so on. The surface is the side of the grid, and has no layer. Default: no
@@ -298,17 +297,19 @@ class Elastic:
         shape = (survey.n_shots, survey.n_sources, self.steps)
         amplitudes = jnp.broadcast_to(wavelets.astype(lam.dtype), shape)
         media = effective_media(*both[0], rho, scheme.tile, scheme.surface)
+        loss = None
+        if self.relaxation is not None:
+            slow = effective_media(*both[1], rho, scheme.tile, scheme.surface)
+            loss = loss_of(self.relaxation, media, slow)
         if runs_native(self):
-            fields = state if isinstance(state, State | VolumeState) else None
-            share, arrays = propagate(scheme.native, native_models(media), amplitudes, fields)
-            last = (State if self.grid.ndim == 2 else VolumeState)(*arrays)
+            fields = None if state is None else jax.tree.leaves(state)
+            models = native_models(media) + ([] if loss is None else native_models(loss))
+            share, arrays = propagate(scheme.native, models, amplitudes, fields)
+            rest = jax.eval_shape(lambda: _at_rest(scheme, lam.dtype))
+            last = jax.tree.unflatten(jax.tree.structure(rest), arrays)
             share = share.reshape(shape[0], len(self.components), -1, self.steps)
         else:
             state = _at_rest(scheme, lam.dtype) if state is None else state
-            loss = None
-            if self.relaxation is not None:
-                slow = effective_media(*both[1], rho, scheme.tile, scheme.surface)
-                loss = loss_of(self.relaxation, media, slow)
             share, last = reference.propagate(scheme, media, amplitudes, state, loss)
         if gathers == "complete":
             share = allreduce(share, comm=self.grid.comm)

@@ -12,6 +12,7 @@ import numpy as np
 from mpigrad.waves import arguments
 from mpigrad.waves.absorbing import Layer, Surface, WaveTile, surface_of
 from mpigrad.waves.arguments import common_settings, fingerprint
+from mpigrad.waves.elastic.attenuation import step_constants
 from mpigrad.waves.elastic.media import CELLS, stagger_of, state_shapes, surface_profile
 from mpigrad.waves.native_run import ElasticSettings, Run, RunSettings
 from mpigrad.waves.options import Storage
@@ -132,6 +133,12 @@ class Scheme:
         """This scheme for the native library."""
         survey = self.survey
         widths = tuple(layer.before + layer.after for layer in self.layers)
+        shapes, constants, mechanisms = state_shapes(self.tile.shape, widths), [], 0
+        if self.relaxation is not None:
+            mechanisms = len(self.relaxation.times)
+            constants = [np.stack(step_constants(self.relaxation, self.dt), axis=-1).ravel()]
+            strains = len(shapes) - 2 * self.tile.grid.ndim
+            shapes = (*shapes, (mechanisms, strains, *self.tile.shape))
         # The kernels have surfaces on last sides.
         mirrored = self.surface.axis if self.surface and self.surface.end == 0 else None
         profiles = [c[half] for layer in self.layers for half in (0, 1) for c in (layer.a, layer.b)]
@@ -151,11 +158,13 @@ class Scheme:
                 component_kinds=tuple(_KINDS[component] for component in self.components),
                 receivers=survey.n_receivers,
                 surface=self.surface.axis if self.surface else None,
+                mechanisms=mechanisms,
             ),
             profiles=[
                 profile[::-1] if k // 4 == mirrored else profile
                 for k, profile in enumerate(profiles)
             ]
+            + constants
             + ([surface_profile()] if self.surface else []),
             tables=(
                 (survey.n_shots, survey.n_sources, self.source_table),
@@ -165,7 +174,7 @@ class Scheme:
                     _joined(self.receiver_tables, survey.n_receivers),
                 ),
             ),
-            shapes=state_shapes(self.tile.shape, widths),
+            shapes=shapes,
             gathers=(survey.n_shots, len(self.components) * survey.n_receivers, self.steps),
             mirrored=mirrored,
         )
@@ -239,6 +248,11 @@ def check_settings(model: Any) -> None:
             f"{model.components!r}."
         )
     _check_reference(model)
+    if model.relaxation is not None and model.storage.keep == "boundary":
+        raise ValueError(
+            'Elastic: Storage("boundary") runs waves backwards, which a relaxation does not allow. '
+            "Leave keep out, or give a number of steps."
+        )
     surface = surface_of(model.free_surface, axes, "Elastic")
     if surface and model.grid.smallest_tile[surface.axis] < CELLS:
         raise ValueError(
