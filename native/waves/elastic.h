@@ -8,9 +8,8 @@
 // on this tile only. Its memories are replaced by new ones in each step, because rows around read them.
 #pragma once
 
-#include "waves/elastic_rows.h"
+#include "waves/elastic_loss.h"
 #include "waves/propagate.h"
-#include "waves/relaxation.h"
 #include "waves/rim.h"
 
 namespace mpigrad::waves {
@@ -24,9 +23,10 @@ class Elastic {
   using Stress = elastic::Stress<T, N>;
   using Parameters = elastic::Parameters<const T, N>;
   using Weights = elastic::Weights<T, N>;
-  using Rows = elastic::Rows<T, Shape::kStresses>;
+  using Row = elastic::Row;
+  using Slopes = elastic::Slopes<T, N>;
   static constexpr int kLast = Shape::kLast, kPairs = Shape::kPairs, kStresses = Shape::kStresses;
-  static constexpr int kModuli = 2 + kPairs;
+  static constexpr int kModuli = elastic::Loss<T, N>::kModuli, kNormal = Slopes::kNormal;
   static constexpr int64_t kReach = elastic::kReach;
 
  public:
@@ -45,13 +45,7 @@ class Elastic {
     Stress stress;
     Memory memories, others;
     Memories memory;
-    // Of attenuation: the memories of the strain rates. In the adjoint they are the filters f, `rest` is h, and
-    // `plain` is a, where `stress` is t. (In a fluid a is tiny, and would be lost in differences of t and h.)
-    Memory strains, rest;
-    std::array<Field<T>, kStresses> plain_fields;
-    Stress plain;
-    T* strain() const { return static_cast<T*>(strains.data()); }
-    T* decaying() const { return static_cast<T*>(rest.data()); }
+    elastic::Strains<T, N> strains;  // of attenuation
     // Of the adjoint: the next memories of the stresses' derivatives, and of the velocities'.
     Memories next_memory, next_motion;
     // Velocities that the force of a step has changed in a history, and their values before.
@@ -60,32 +54,14 @@ class Elastic {
     std::vector<std::pair<T*, T>> late;
   };
 
-  // profiles: a and b at the centres, a and b half a cell further, along each axis, the constants of
-  // attenuation, and the surface's table.
   explicit Elastic(const Setup& setup)
       : setup_(setup),
         tile_(setup.tile),
         middle_(tile_.core(1)),
-        weights_(setup.dt, setup.spacing),
-        back_(-setup.dt, setup.spacing),
+        slopes_(setup),
         share_(static_cast<T>(1 / std::abs(setup.spacing[0] * setup.spacing[1] * setup.spacing[2]))),
-        rim_(tile_, tile_.layers, kReach) {
-    const std::array<int64_t, 3> cells{tile_.nx, tile_.ny, tile_.nm};
-    for (int axis = 0; axis < N; ++axis) {
-      const Axis of = Shape::axis(axis);
-      layers_[axis] = AxisLayers(tile_, of, kReach);
-      for (int half = 0; half < 2; ++half)
-        profiles_[axis][half] = elastic::Profile<T>(
-            setup.profiles[4 * axis + 2 * half], setup.profiles[4 * axis + 2 * half + 1], setup.dt,
-            cells[of], tile_.layers[2 * of], tile_.layers[2 * of + 1]);
-      memory_size_ += N * padded_memory(axis);
-      // A tile without a neighbour behind it lies at the surface.
-      if (setup.surface == of && tile_.neighbor[2 * of + 1] == kNobody)
-        surface_ = elastic::Surface<T>(axis, setup.profiles.back(), setup.dt / setup.spacing[of]);
-    }
-    if (setup.mechanisms)
-      relaxation_ = elastic::Relaxation<T, kStresses>(setup.profiles[4 * N], setup.mechanisms, tile_.nx * tile_.nm, tile_.ny);
-  }
+        rim_(tile_, tile_.layers, kReach),
+        loss_(setup, slopes_) {}
 
   // ---- the model: lambda + 2 mu / N and mu at the cells, mu between four of them, 1/rho between two ----
 
@@ -93,23 +69,13 @@ class Elastic {
   std::string fault(const double*) const { return ""; }  // Python checks the model
 
   void load(const Arrays<const T>& models) {
-    forward_ = parameters(models), lost_ = losses(models);
+    forward_ = parameters(models);
     // The adjoint divides by the moduli. In a fluid it uses a tiny mu, which does not affect other cells.
-    const T little = sizeof(T) == 8 ? T(1e-24) : T(1e-12);
-    const bool relaxes = relaxation_.acts();
-    divisors_ = Memory((relaxes ? 2 : 1) * kModuli * cells() * sizeof(T));
+    divisors_ = Memory(loss_.divisors() * sizeof(T));
+    T* const divisors = static_cast<T*>(divisors_.data());
+    loss_.load(models, sizeof(T) == 8 ? T(1e-24) : T(1e-12), divisors);
     Arrays<const T> adjoint = models;
-    for (int k = 0; k < kModuli; ++k) {
-      T *divisor = static_cast<T*>(divisors_.data()) + k * cells(), *ratio = divisor + kModuli * cells();
-      adjoint[k] = divisor;
-      for (int64_t c = 0; c < cells(); ++c) {
-        const T loss = relaxes ? models[Parameters::kCount + k][c] : T(0);
-        divisor[c] = models[k][c] - relaxation_.coupling() * loss;
-        if (k > 0) divisor[c] = std::max(divisor[c], little * models[0][c]);
-        if (relaxes) ratio[c] = loss / divisor[c];
-      }
-      ratio_[k] = ratio;
-    }
+    for (int k = 0; k < kModuli; ++k) adjoint[k] = divisors + k * cells();
     adjoint_ = parameters(adjoint);
     const int64_t values = models.size() * cells();
     sums_ = Memory(values * sizeof(T));
@@ -117,30 +83,29 @@ class Elastic {
     std::fill_n(sum, values, T(0));
     const auto next = [&] { return std::exchange(sum, sum + cells()); };
     gradient_ = elastic::Parameters<T, N>(next);
-    if (!relaxes) return;
-    lost_gradient_.bulk = next(), lost_gradient_.shear = next();
-    for (T*& mu : lost_gradient_.shears) mu = next();
+    if (loss_.acts()) loss_.load_gradient(next);
   }
 
   void load_tangents(const Arrays<const T>& t) {
-    tangents_ = parameters(t), lost_tangents_ = losses(t);
-    if (relaxation_.acts()) means_ = Memory(kStresses * cells() * sizeof(T));
+    tangents_ = parameters(t);
+    loss_.load_tangents(t);
   }
 
   void gradient(const Arrays<T>& models) const {
     const auto& [bulk, shear, shears, buoyancy] = adjoint_;
     each_cell([&](int64_t, int64_t c, int64_t depth) {
+      const auto weight = [&](int field) { return slopes_.weight(field, depth); };
       const auto moduli = [&, &bulk = bulk, &shear = shear, &shears = shears](
                               const elastic::Parameters<T, N>& sums, int first) {
-        models[first][c] = weight(kNormal, depth) * sums.bulk[c] / bulk[c];
-        models[first + 1][c] = weight(kNormal, depth) * sums.shear[c] / shear[c];
+        models[first][c] = weight(kNormal) * sums.bulk[c] / bulk[c];
+        models[first + 1][c] = weight(kNormal) * sums.shear[c] / shear[c];
         for (int k = 0; k < kPairs; ++k)
-          models[first + 2 + k][c] = weight(N + k, depth) * sums.shears[k][c] / shears[k][c];
+          models[first + 2 + k][c] = weight(N + k) * sums.shears[k][c] / shears[k][c];
       };
       moduli(gradient_, 0);
-      if (relaxation_.acts()) moduli(lost_gradient_, Parameters::kCount);
+      if (loss_.acts()) moduli(loss_.gradient(), Parameters::kCount);
       for (int b = 0; b < N; ++b)
-        models[2 + kPairs + b][c] = weight(b, depth) * gradient_.buoyancy[b][c] / buoyancy[b][c] / buoyancy[b][c];
+        models[2 + kPairs + b][c] = weight(b) * gradient_.buoyancy[b][c] / buoyancy[b][c] / buoyancy[b][c];
     });
   }
 
@@ -148,8 +113,8 @@ class Elastic {
 
   std::vector<int64_t> state_sizes() const {
     std::vector<int64_t> sizes(N + kStresses, cells());
-    for (const AxisLayers& layers : layers_) sizes.push_back(2 * N * layers.size(tile_));
-    if (relaxation_.acts()) sizes.push_back(setup_.mechanisms * kStresses * cells());
+    for (int axis = 0; axis < N; ++axis) sizes.push_back(2 * N * slopes_.layers(axis).size(tile_));
+    if (loss_.acts()) sizes.push_back(loss_.values());
     return sizes;
   }
 
@@ -157,9 +122,9 @@ class Elastic {
     Wave w;
     w.first = Memory(history_size() * sizeof(T));
     for (int k = 0; k < kStresses; ++k) w.stress[k] = w.fields[k] = Field<T>(tile_);
-    w.memories = Memory(memory_size_ * sizeof(T));
-    w.memory = memories(static_cast<T*>(w.memories.data()));
-    if (relaxation_.acts()) w.strains = Memory(relaxation_.size() * sizeof(T));
+    w.memories = Memory(slopes_.memory_size() * sizeof(T));
+    w.memory = slopes_.memories(static_cast<T*>(w.memories.data()));
+    loss_.make(w.strains);
     return w;
   }
 
@@ -167,9 +132,9 @@ class Elastic {
     std::memset(w.first.data(), 0, w.first.bytes());
     std::memset(w.memories.data(), 0, w.memories.bytes());
     for (Field<T>& field : w.fields) field.clear();
-    w.memory = memories(static_cast<T*>(w.memories.data()));
+    w.memory = slopes_.memories(static_cast<T*>(w.memories.data()));
     w.v = w.next = slot(static_cast<T*>(w.first.data()));
-    std::fill_n(w.strain(), relaxation_.size(), T(0));
+    loss_.clear(w.strains);
     if (!state.empty()) transfer<true>(w, state, shot);
   }
 
@@ -179,45 +144,45 @@ class Elastic {
 
   void begin_adjoint(Wave& w, const Arrays<const T>& cotangents, int64_t shot) const {
     begin(w, cotangents, shot);
-    w.others = Memory(2 * memory_size_ * sizeof(T));
+    w.others = Memory(2 * slopes_.memory_size() * sizeof(T));
     std::memset(w.others.data(), 0, w.others.bytes());
-    w.next_memory = memories(static_cast<T*>(w.others.data()));
-    w.next_motion = memories(static_cast<T*>(w.others.data()) + memory_size_);
+    w.next_memory = slopes_.memories(static_cast<T*>(w.others.data()));
+    w.next_motion = slopes_.memories(static_cast<T*>(w.others.data()) + slopes_.memory_size());
     const Parameters& k = adjoint_;
     each_cell([&](int64_t o, int64_t c, int64_t depth) {
-      for (int b = 0; b < N; ++b) w.v.v[b][o] *= k.buoyancy[b][c] / weight(b, depth);
-      for (int b = 0; b < kPairs; ++b) w.stress[N + b][o] *= k.shears[b][c] / weight(N + b, depth);
-      const T x = w.stress[0][o], z = w.stress[kLast][o], trace = sum(x, w.stress[1][o], z);
-      const T share = 1 / weight(kNormal, depth), shear = 2 * k.shear[c] * share;
+      for (int b = 0; b < N; ++b) w.v.v[b][o] *= k.buoyancy[b][c] / slopes_.weight(b, depth);
+      for (int b = 0; b < kPairs; ++b) w.stress[N + b][o] *= k.shears[b][c] / slopes_.weight(N + b, depth);
+      const T x = w.stress[0][o], z = w.stress[kLast][o], trace = elastic::total<N>(x, w.stress[1][o], z);
+      const T share = 1 / slopes_.weight(kNormal, depth), shear = 2 * k.shear[c] * share;
       w.stress[0][o] = k.bulk[c] * share * trace;
       w.stress[1][o] = shear * (x - trace / N);
       if (N == 3) w.stress[2][o] = shear * (z - trace / N);
     });
-    each_memory(w, [&](T& value, int b, int64_t depth) { value /= weights_.dt * weight(b, depth); });
-    if (relaxation_.acts()) begin_filters(w);
+    each_memory(w, [&](T& value, int b, int64_t depth) { value /= slopes_.weights().dt * slopes_.weight(b, depth); });
+    if (loss_.acts()) loss_.begin_adjoint(w.strains, w.stress);
   }
 
   void end_adjoint(Wave& w, const Arrays<const T>& state, const Arrays<T>& cotangents, int64_t shot) const {
     if (cotangents.empty()) return;
-    if (relaxation_.acts()) end_filters(w, state.back() + shot * state_sizes().back());
+    if (loss_.acts()) loss_.end_adjoint(w.strains, state.back() + shot * loss_.values(), w.stress);
     const Parameters& k = adjoint_;
     each_cell([&](int64_t o, int64_t c, int64_t depth) {
-      for (int b = 0; b < N; ++b) w.v.v[b][o] /= k.buoyancy[b][c] / weight(b, depth);
-      for (int b = 0; b < kPairs; ++b) w.stress[N + b][o] /= k.shears[b][c] / weight(N + b, depth);
-      const T share = 1 / weight(kNormal, depth), shear = 2 * k.shear[c] * share;
+      for (int b = 0; b < N; ++b) w.v.v[b][o] /= k.buoyancy[b][c] / slopes_.weight(b, depth);
+      for (int b = 0; b < kPairs; ++b) w.stress[N + b][o] /= k.shears[b][c] / slopes_.weight(N + b, depth);
+      const T share = 1 / slopes_.weight(kNormal, depth), shear = 2 * k.shear[c] * share;
       const T mean = w.stress[0][o] / (k.bulk[c] * share) / N;
       const T x = w.stress[1][o] / shear, z = N == 3 ? w.stress[kLast][o] / shear : T(0);
       w.stress[0][o] = mean + x, w.stress[1][o] = mean - (x + z);
       if (N == 3) w.stress[2][o] = mean + z;
     });
-    each_memory(w, [&](T& value, int b, int64_t depth) { value *= weights_.dt * weight(b, depth); });
+    each_memory(w, [&](T& value, int b, int64_t depth) { value *= slopes_.weights().dt * slopes_.weight(b, depth); });
     end(w, cotangents, shot);
   }
 
   // ---- a step ----
 
   int64_t depth() const { return 1; }
-  int64_t history_size() const { return (N * motion_pitch() + memory_size_ + 15) / 16 * 16; }
+  int64_t history_size() const { return (N * motion_pitch() + slopes_.memory_size() + 15) / 16 * 16; }
 
   // The history of a step that would have ended with the initial wave.
   T* first(Wave& w) const { return static_cast<T*>(w.first.data()); }
@@ -276,7 +241,7 @@ class Elastic {
 
   // ---- boundary saving: before each step the stresses around the inside, the velocities outside ----
 
-  int64_t rim_size() const { return kStresses * rim_.ring_cells + N * rim_.outside_cells + memory_size_; }
+  int64_t rim_size() const { return kStresses * rim_.ring_cells + N * rim_.outside_cells + slopes_.memory_size(); }
   void keep_before(const Wave& w, T* rim) const {
     transfer_motion<false>(w.v, rim);
     transfer_stress<false>(w.stress, rim);
@@ -299,17 +264,17 @@ class Elastic {
     const int64_t c = model_row(e.i, e.m) + e.j;
     const bool adjoint = mode == Mode::kAdjoint;
     const Kind kind = adjoint ? receiver(e.point) : source();
-    value /= weight(kind == kPressure ? kNormal : static_cast<int>(kind) - 1, depth(e.i, e.m, e.j));
+    value /= slopes_.weight(kind == kPressure ? kNormal : static_cast<int>(kind) - 1, slopes_.depth(e.i, e.m, e.j));
     if (adjoint) {
       if (phase == 0) return;
       if (kind == kPressure) {
         w.stress[0][e.cell] -= adjoint_.bulk[c] * value;
-        if (relaxation_.acts()) w.plain[0][e.cell] -= adjoint_.bulk[c] * value;
+        if (loss_.acts()) w.strains.plain[0][e.cell] -= adjoint_.bulk[c] * value;
       } else
         w.late.emplace_back(w.v.v[kind - 1] + e.cell, adjoint_.buoyancy[kind - 1][c] * value);
       return;
     }
-    const T drive = weights_.dt * share_ * value;
+    const T drive = slopes_.weights().dt * share_ * value;
     if (mode == Mode::kReverse) {
       if (phase != (source() == kPressure ? 0 : 1) || !rim_.has(e.i, e.j, e.m)) return;  // the rim has it
       const int b = static_cast<int>(source()) - 1;
@@ -337,18 +302,13 @@ class Elastic {
     if (kind != kPressure)
       value = w.v.v[kind - 1][e.cell];
     else if (adjoint)
-      value = (relaxation_.acts() ? w.plain[0][e.cell] : of(0)) / adjoint_.bulk[model_row(e.i, e.m) + e.j];
+      value = (loss_.acts() ? w.strains.plain[0][e.cell] : of(0)) / adjoint_.bulk[model_row(e.i, e.m) + e.j];
     else
-      value = -sum(of(0), of(1), of(kLast)) / N;
-    return static_cast<T>(e.weight) * value * (adjoint ? weights_.dt * share_ : T(1));
+      value = -elastic::total<N>(of(0), of(1), of(kLast)) / N;
+    return static_cast<T>(e.weight) * value * (adjoint ? slopes_.weights().dt * share_ : T(1));
   }
 
  private:
-  // Cells j0 to j1 of a row: where it begins in fields, and in arrays without margins, and its number.
-  struct Row {
-    int64_t i, m, j0, j1, o, c, number;
-  };
-
   int64_t cells() const { return tile_.nx * tile_.nm * tile_.ny; }
   int64_t model_row(int64_t i, int64_t m) const { return (i * tile_.nm + m) * tile_.ny; }
 
@@ -360,22 +320,12 @@ class Elastic {
   static Parameters parameters(const Arrays<const T>& models) {
     return Parameters([model = models.begin()]() mutable { return *model++; });
   }
-  static Parameters losses(const Arrays<const T>& models) {
-    Parameters loss;
-    if (models.size() == Parameters::kCount) return loss;
-    loss.bulk = models[Parameters::kCount], loss.shear = models[Parameters::kCount + 1];
-    for (int k = 0; k < kPairs; ++k) loss.shears[k] = models[Parameters::kCount + 2 + k];
-    return loss;
-  }
-  // Of values for each axis. On two axes `y` is not used, and z is the last one.
-  MPIGRAD_INLINE static T sum(T x, T y, T z) { return N == 3 ? x + y + z : x + z; }
-
   // f(offset in a field, index in an array without margins, depth) for each cell
   template <class F>
   void each_cell(const F& f) const {
     for (int64_t i = 0; i < tile_.nx; ++i)
       for (int64_t m = 0; m < tile_.nm; ++m)
-        for (int64_t j = 0; j < tile_.ny; ++j) f(tile_.at(i, m, j), model_row(i, m) + j, depth(i, m, j));
+        for (int64_t j = 0; j < tile_.ny; ++j) f(tile_.at(i, m, j), model_row(i, m) + j, slopes_.depth(i, m, j));
   }
   // f(memory, its component, depth) for each cell of each layer, in the order of the state's array of an axis.
   template <class F>
@@ -383,8 +333,8 @@ class Elastic {
     for (const Memories* of : {&w.memory, &w.v.memory})
       for (int k = 0; k < N; ++k) {
         T* memory = (*of)[axis][k];
-        layers_[axis].each_cell(tile_, [&, b = elastic::component_of(axis, k)](int64_t place, auto... at) {
-          f(memory[place], b, depth(at...));
+        slopes_.layers(axis).each_cell(tile_, [&, b = elastic::component_of(axis, k)](int64_t place, auto... at) {
+          f(memory[place], b, slopes_.depth(at...));
         });
       }
   }
@@ -393,23 +343,13 @@ class Elastic {
     for (int axis = 0; axis < N; ++axis) each_memory(w, axis, f);
   }
 
-  // Fields and memories of a history begin some cache lines apart, as Field does.
-  static constexpr int64_t kShift = 1088 / sizeof(T);
-  int64_t motion_pitch() const { return (tile_.padded() + 15) / 16 * 16 + kShift; }
-  int64_t padded_memory(int axis) const { return (layers_[axis].cells() + 15) / 16 * 16 + kShift; }
-
-  Memories memories(T* data) const {
-    Memories m{};
-    for (int axis = 0; axis < N; ++axis)
-      for (T*& memory : m[axis]) memory = std::exchange(data, data + padded_memory(axis));
-    return m;
-  }
+  int64_t motion_pitch() const { return (tile_.padded() + 15) / 16 * 16 + Slopes::kShift; }
   // Velocities and their memories in a piece of a history.
   Motion slot(T* data) const {
     Motion motion;
     if (!data) return motion;
     for (T*& v : motion.v) v = std::exchange(data, data + motion_pitch()) + tile_.origin();
-    motion.memory = memories(data);
+    motion.memory = slopes_.memories(data);
     return motion;
   }
 
@@ -457,29 +397,20 @@ class Elastic {
       auto* value = state[k] + shot * sizes[k];
       each_memory(w, axis, [&](T& memory, auto...) { copy(&memory, value++, 1); });
     }
-    // Strains here are times dt.
-    each_mechanism(w.strain(), [&](int64_t l, const Rows& r, int64_t c, int64_t j, int64_t) {
-      for (int k = 0; k < kStresses; ++k) {
-        auto& there = state.back()[shot * sizes.back() + (l * kStresses + k) * cells() + c];
-        if constexpr (kIn)
-          r[k][j] = weights_.dt * there;
-        else
-          there = r[k][j] / weights_.dt;
-      }
-    });
+    if (loss_.acts()) loss_.template transfer<kIn>(w.strains, state.back() + shot * sizes.back());
   }
 
   // Between fields and a rim: the velocities' memories, which follow each other, velocities, stresses.
   template <bool kIn>
   void transfer_motion(const Motion& motion, T* rim) const {
     T* memories = motion.memory[0][0];
-    std::memcpy(kIn ? memories : rim, kIn ? rim : memories, memory_size_ * sizeof(T));
-    rim += memory_size_;
+    std::memcpy(kIn ? memories : rim, kIn ? rim : memories, slopes_.memory_size() * sizeof(T));
+    rim += slopes_.memory_size();
     for (T* field : motion.v) rim = transfer_boxes<kIn>(tile_, rim_.outside, field, rim);
   }
   template <bool kIn>
   void transfer_stress(const Stress& stress, T* rim) const {
-    rim += memory_size_ + N * rim_.outside_cells;
+    rim += slopes_.memory_size() + N * rim_.outside_cells;
     for (T* field : stress) rim = transfer_boxes<kIn>(tile_, rim_.ring, field, rim);
   }
 
@@ -518,28 +449,21 @@ class Elastic {
   }
   void both_phases(Mode mode, Wave& w) const {
     const Box& b = middle_;
-    // Next to a surface across the rows, differences reach one row further.
-    const int64_t end = fused_end(), lag = surface_.axis == 0 ? kReach + 1 : kReach;
+    const int64_t end = fused_end(), lag = slopes_.lag();
     for (int64_t i = b.i0; i < std::max(b.i1, end + lag); ++i) {
       if (i < b.i1) rows(0, mode, b, i, i + 1, w);
       const int64_t k = i - lag;
       if (k < b.i0 || k >= end) continue;
       for (int64_t m = b.m0; m < b.m1; ++m)
-        deform({k, m, b.j0, b.j1, tile_.at(k, m, 0), model_row(k, m), k * tile_.nm + m}, mode, w, w.v, w.next);
+        deform(slopes_.row(k, m, b.j0, b.j1), mode, w, w.v, w.next);
     }
-  }
-
-  // Fetches lines that the next row will read, while this one is computed.
-  MPIGRAD_INLINE static void prefetch(const Row& r, std::initializer_list<const T*> rows) {
-    for (const T* row : rows)
-      for (int64_t j = r.j0; j < r.j1; j += 64 / static_cast<int64_t>(sizeof(T))) __builtin_prefetch(row + j);
   }
 
   // One phase of rows of a box.
   void rows(int phase, Mode mode, const Box& b, int64_t first, int64_t last, Wave& w) const {
     for (int64_t i = first; i < last; ++i)
       for (int64_t m = b.m0; m < b.m1; ++m) {
-        const Row row{i, m, b.j0, b.j1, tile_.at(i, m, 0), model_row(i, m), i * tile_.nm + m};
+        const Row row = slopes_.row(i, m, b.j0, b.j1);
         phase == 0 ? accelerate(row, mode, w) : deform(row, mode, w, w.previous, w.v);
       }
   }
@@ -548,9 +472,9 @@ class Elastic {
   void undo(int phase, const Box& b, Wave& w) const {
     for (int64_t i = b.i0; i < b.i1; ++i)
       for (int64_t m = b.m0; m < b.m1; ++m) {
-        const Row row{i, m, b.j0, b.j1, tile_.at(i, m, 0), model_row(i, m), i * tile_.nm + m};
+        const Row row = slopes_.row(i, m, b.j0, b.j1);
         if (phase == 0)
-          deform<Layers::kNone>(row, back_, w.v, w.memory, w.memory, forward_, w.stress);
+          deform<Layers::kNone>(row, slopes_.back(), w.v, w.memory, w.memory, forward_, w.stress);
         else
           forces<Layers::kNone>(row, w);
       }
@@ -559,7 +483,7 @@ class Elastic {
   // The velocities of a row.
   void accelerate(const Row& r, Mode mode, Wave& w) const {
     if (mode == Mode::kAdjoint) {
-      relaxation_.acts() ? correlate_relaxed(r, w) : correlate_deformation(r, w.stress);
+      loss_.acts() ? loss_.correlate(r, after_, w.strains, gradient_) : correlate_deformation(r, w.stress);
       forces<Layers::kBack>(r, w);
       correlate_acceleration(r, w.next);
     } else {
@@ -571,15 +495,23 @@ class Elastic {
 
   // The stresses of a row. `previous` has the velocities' memories before the step.
   void deform(const Row& r, Mode mode, Wave& w, const Motion& previous, const Motion& v) const {
-    if (relaxation_.acts())
-      return mode == Mode::kAdjoint ? deform_back(r, v, w) : deform_relaxed(r, mode, w, previous, v);
-    if (mode == Mode::kAdjoint) {
-      deform<Layers::kBack>(r, back_, v, w.memory, w.next_memory, adjoint_, w.stress);
+    if (loss_.acts()) {
+      if (mode == Mode::kAdjoint) {
+        loss_.step_back(r, w.strains);
+        deform<Layers::kBack>(r, slopes_.back(), v, w.memory, w.next_memory, adjoint_, w.strains.plain);
+        return loss_.filter(r, w.strains, w.stress);
+      }
+      loss_.deform(r, v, previous.memory, v.memory, forward_, w.strains, w.stress, mode == Mode::kSave);
+      if (mode == Mode::kBorn) loss_.change(r, after_, tangents_, w.stress);
       return;
     }
-    deform<Layers::kStep>(r, weights_, v, previous.memory, v.memory, forward_, w.stress);
+    if (mode == Mode::kAdjoint) {
+      deform<Layers::kBack>(r, slopes_.back(), v, w.memory, w.next_memory, adjoint_, w.stress);
+      return;
+    }
+    deform<Layers::kStep>(r, slopes_.weights(), v, previous.memory, v.memory, forward_, w.stress);
     if (mode == Mode::kBorn)
-      deform<Layers::kRead>(r, weights_, after_, after_.memory, after_.memory, tangents_, w.stress);
+      deform<Layers::kRead>(r, slopes_.weights(), after_, after_.memory, after_.memory, tangents_, w.stress);
   }
 
   template <Layers L>
@@ -596,20 +528,20 @@ class Elastic {
     const T* buoyancy = (kBack ? adjoint_ : forward_).buoyancy[B] + r.c;
     const T* v = w.v.v[B] + r.o;
     T* next = w.next.v[B] + r.o;
-    const Weights& k = L == Layers::kStep ? weights_ : back_;
+    const Weights& k = L == Layers::kStep ? slopes_.weights() : slopes_.back();
     const Stress s = at(w.stress, r.o);
     const int64_t plane = tile_.plane, stride = tile_.stride;
-    prefetch(r, {s[elastic::stress_of<N>(0, B)] + (B == 0 ? 2 : 1) * plane + stride, v + stride,
+    slopes_.prefetch(r, {s[elastic::stress_of<N>(0, B)] + (B == 0 ? 2 : 1) * plane + stride, v + stride,
                  buoyancy + tile_.ny});
-    if (N == 3 && B == 1) prefetch(r, {s[1] + 3 * stride});
-    if (N == 3 && B == 2) prefetch(r, {s[2] + stride, s[kStresses - 1] + 2 * stride});
+    if (N == 3 && B == 1) slopes_.prefetch(r, {s[1] + 3 * stride});
+    if (N == 3 && B == 2) slopes_.prefetch(r, {s[2] + stride, s[kStresses - 1] + 2 * stride});
     const auto x = elastic::stress_at<N, 0, B, kBack, T>(s);
     const auto y = elastic::stress_at<N, 1, B, kBack, T>(s);  // on three axes
     const auto z = elastic::stress_at<N, kLast, B, kBack, T>(s);
-    with_layers<L>(r, [&](auto of_x, auto of_y) {
+    slopes_.template with_layers<L>(r, [&](auto of_x, auto of_y) {
       constexpr Layers kX = decltype(of_x)::value, kY = decltype(of_y)::value;
-      const auto rx = row_layers<kX>(0, B, !kBack, r, from, to);
-      const auto ry = row_layers<kY>(1, B, !kBack, r, from, to);
+      const auto rx = slopes_.template row_layers<kX>(0, B, !kBack, r, from, to);
+      const auto ry = slopes_.template row_layers<kY>(1, B, !kBack, r, from, to);
       const T dt = k.dt, nx = k.near[0], fx = k.far[0], ny = k.near[1], fy = k.far[1], nz = k.near[kLast],
               fz = k.far[kLast];
 #pragma omp simd
@@ -619,13 +551,13 @@ class Elastic {
         if constexpr (N == 3) gy = elastic::slope<kY, B == 1>(y, j, stride, ny, fy, dt, ry);
         const T gz = elastic::difference<B == kLast>(
             nz, fz, [&](int n) __attribute__((always_inline)) { return z(j + n); });
-        next[j] = v[j] + buoyancy[j] * sum(gx, gy, gz);
+        next[j] = v[j] + buoyancy[j] * elastic::total<N>(gx, gy, gz);
       }
     });
     const auto add = [=](int64_t j, T g) __attribute__((always_inline)) { next[j] += buoyancy[j] * g; };
-    at_ends<L, B == kLast>(r, B, !kBack, from, to, k, z, add);
-    at_surface<0>(r, B == 0, k, x, add), at_surface<kLast>(r, B == kLast, k, z, add);
-    if constexpr (N == 3) at_surface<1>(r, B == 1, k, y, add);
+    slopes_.template at_ends<L, B == kLast>(r, B, !kBack, from, to, k, z, add);
+    slopes_.template at_surface<0>(r, B == 0, k, x, add), slopes_.template at_surface<kLast>(r, B == kLast, k, z, add);
+    if constexpr (N == 3) slopes_.template at_surface<1>(r, B == 1, k, y, add);
   }
 
   // The stresses from velocities, by Hooke's law with `c`.
@@ -635,9 +567,9 @@ class Elastic {
     const T *bulk = c.bulk + r.c, *shear = c.shear + r.c;
     T *n0 = stress[0] + r.o, *n1 = stress[1] + r.o, *n2 = stress[kLast] + r.o;
     const int64_t ny = tile_.ny;
-    prefetch(r, {bulk + ny, shear + ny});
-    stretch<L>(r, k, v, from, to, [=](int64_t j, T x, T y, T z) __attribute__((always_inline)) {
-      const T trace = sum(x, y, z), mu = 2 * shear[j], mean = trace * T(1. / N);
+    slopes_.prefetch(r, {bulk + ny, shear + ny});
+    slopes_.template stretch<L>(r, k, v, from, to, [=](int64_t j, T x, T y, T z) __attribute__((always_inline)) {
+      const T trace = elastic::total<N>(x, y, z), mu = 2 * shear[j], mean = trace * T(1. / N);
       if constexpr (L == Layers::kBack) {
         n0[j] += bulk[j] * trace;
         n1[j] += mu * (x - mean);
@@ -649,8 +581,8 @@ class Elastic {
         n2[j] += all + mu * (z - mean);
       }
     });
-    for (const T* mu : c.shears) prefetch(r, {mu + r.c + ny});
-    slides<L>(r, k, v, from, to, [&](int pair) {
+    for (const T* mu : c.shears) slopes_.prefetch(r, {mu + r.c + ny});
+    slopes_.template slides<L>(r, k, v, from, to, [&](int pair) {
       return multiply(c.shears[pair] + r.c, stress[N + pair] + r.o);
     });
   }
@@ -664,82 +596,17 @@ class Elastic {
     const T *p = stress[0] + r.o, *dx = stress[1] + r.o, *dz = stress[kLast] + r.o;
     T *bulk = gradient_.bulk + r.c, *shear = gradient_.shear + r.c;
     const int64_t ahead = 2 * tile_.plane + tile_.stride, n = tile_.ny;
-    prefetch(r, {bulk + n, shear + n});
-    for (const T* v : after_.v) prefetch(r, {v + r.o + ahead});
-    for (const T* mu : gradient_.shears) prefetch(r, {mu + r.c + n});
-    stretch<Layers::kRead>(
-        r, weights_, after_, m, m, [=](int64_t j, T x, T y, T z) __attribute__((always_inline)) {
-          bulk[j] += p[j] * sum(x, y, z);
+    slopes_.prefetch(r, {bulk + n, shear + n});
+    for (const T* v : after_.v) slopes_.prefetch(r, {v + r.o + ahead});
+    for (const T* mu : gradient_.shears) slopes_.prefetch(r, {mu + r.c + n});
+    slopes_.template stretch<Layers::kRead>(
+        r, slopes_.weights(), after_, m, m, [=](int64_t j, T x, T y, T z) __attribute__((always_inline)) {
+          bulk[j] += p[j] * elastic::total<N>(x, y, z);
           shear[j] += N == 3 ? dx[j] * (x - y) + dz[j] * (z - y) : dx[j] * (x - z);
         });
-    slides<Layers::kRead>(r, weights_, after_, m, m, [&](int pair) {
+    slopes_.template slides<Layers::kRead>(r, slopes_.weights(), after_, m, m, [&](int pair) {
       return multiply(stress[N + pair] + r.o, gradient_.shears[pair] + r.c);
     });
-  }
-
-  // use(j, D v_x, D v_y, D v_z) along their own axes, for each cell, and again for what the columns' layers
-  // add. On two axes the last one is y.
-  template <Layers L, class Use>
-  void stretch(const Row& r, const Weights& k, const Motion& motion, const Memories& from,
-               const Memories& to, const Use& use) const {
-    constexpr bool kBack = L == Layers::kBack;
-    const auto x = velocity(motion.v[0] + r.o), y = velocity(motion.v[1] + r.o);
-    const auto z = velocity(motion.v[kLast] + r.o);
-    with_layers<L>(r, [&](auto of_x, auto of_y) {
-      constexpr Layers kX = decltype(of_x)::value, kY = decltype(of_y)::value;
-      const auto rx = row_layers<kX>(0, 0, kBack, r, from, to);
-      const auto ry = row_layers<kY>(1, 1, kBack, r, from, to);
-      const int64_t plane = tile_.plane, stride = tile_.stride;
-      const T dt = k.dt, nx = k.near[0], fx = k.far[0], ny = k.near[1], fy = k.far[1], nz = k.near[kLast],
-              fz = k.far[kLast];
-#pragma omp simd
-      for (int64_t j = r.j0; j < r.j1; ++j) {
-        const T gx = elastic::slope<kX, false>(x, j, plane, nx, fx, dt, rx);
-        T gy = 0;
-        if constexpr (N == 3) gy = elastic::slope<kY, false>(y, j, stride, ny, fy, dt, ry);
-        const T gz = elastic::difference<false>(
-            nz, fz, [&](int n) __attribute__((always_inline)) { return z(j + n); });
-        use(j, gx, gy, gz);
-      }
-    });
-    const auto add = [=](int64_t j, T g) __attribute__((always_inline)) { use(j, T(0), T(0), g); };
-    at_ends<L, false>(r, kLast, kBack, from, to, k, z, add);
-    at_surface<0>(r, false, k, x, [=](int64_t j, T g) __attribute__((always_inline)) { use(j, g, T(0), T(0)); });
-    if constexpr (N == 3)
-      at_surface<1>(r, false, k, y, [=](int64_t j, T g) __attribute__((always_inline)) { use(j, T(0), g, T(0)); });
-    at_surface<kLast>(r, false, k, z, add);
-  }
-
-  // use(pair) is the `use` of `slide` for each pair of axes.
-  template <Layers L, class Use>
-  void slides(const Row& r, const Weights& k, const Motion& motion, const Memories& from,
-              const Memories& to, const Use& use) const {
-    slide<0, 1, L>(r, k, motion, from, to, use(0));
-    if constexpr (N == 3) {
-      slide<0, 2, L>(r, k, motion, from, to, use(1));
-      slide<1, 2, L>(r, k, motion, from, to, use(2));
-    }
-  }
-  // use(j, D_A v_B + D_B v_A) for each cell, and again for what the columns' layers add.
-  template <int A, int B, Layers L, class Use>
-  void slide(const Row& r, const Weights& k, const Motion& motion, const Memories& from,
-             const Memories& to, const Use& use) const {
-    constexpr bool kBack = L == Layers::kBack;
-    const auto va = velocity(motion.v[A] + r.o), vb = velocity(motion.v[B] + r.o);
-    with_layers<L, A == 0, B != kLast || A == 1>(r, [&](auto of_x, auto of_y) {
-      constexpr Layers kX = decltype(of_x)::value, kY = decltype(of_y)::value;
-      constexpr Layers kA = A == 0 ? kX : kY, kB = B == kLast ? Layers::kNone : kY;
-      const auto ra = row_layers<kA>(A, B, kBack, r, from, to);
-      const auto rb = row_layers<kB>(B, A, kBack, r, from, to);
-      const int64_t step_a = A == 0 ? tile_.plane : tile_.stride, step_b = B == kLast ? 1 : tile_.stride;
-      const T dt = k.dt, na = k.near[A], fa = k.far[A], nb = k.near[B], fb = k.far[B];
-#pragma omp simd
-      for (int64_t j = r.j0; j < r.j1; ++j)
-        use(j, elastic::slope<kA, true>(vb, j, step_a, na, fa, dt, ra) +
-                   elastic::slope<kB, true>(va, j, step_b, nb, fb, dt, rb));
-    });
-    if constexpr (B == kLast) at_ends<L, true>(r, A, kBack, from, to, k, va, use);
-    at_surface<A>(r, true, k, vb, use), at_surface<B>(r, true, k, va, use);
   }
 
   // The buoyancies' part: cotangents after this step's adjoint acceleration.
@@ -747,7 +614,7 @@ class Elastic {
     for (int b = 0; b < N; ++b) {
       const T *a = adjoint.v[b] + r.o, *before = before_.v[b] + r.o, *after = after_.v[b] + r.o;
       T* sum = gradient_.buoyancy[b] + r.c;
-      prefetch(r, {sum + tile_.ny, before + tile_.stride});
+      slopes_.prefetch(r, {sum + tile_.ny, before + tile_.stride});
 #pragma omp simd
       for (int64_t j = r.j0; j < r.j1; ++j) sum[j] += a[j] * (after[j] - before[j]);
     }
@@ -767,339 +634,15 @@ class Elastic {
     for (T*& field : fields) field += offset;
     return fields;
   }
-  static auto velocity(const T* v) {
-    return [v](int64_t j) __attribute__((always_inline)) { return v[j]; };
-  }
-
-  // f(kind of the layers of x, kind of y) as constants: L in their rows, or near them for the adjoint.
-  template <Layers L, bool kHasX = true, bool kHasY = true, class F>
-  void with_layers(const Row& r, const F& f) const {
-    using On = std::integral_constant<Layers, L>;
-    using Off = std::integral_constant<Layers, Layers::kNone>;
-    if constexpr (N == 2 && kHasY) return with_layers<L, kHasX, false>(r, f);
-    if constexpr (L == Layers::kNone) return f(Off(), Off());
-    const auto acts = [](const AxisLayers& layers, int64_t a) {
-      return L == Layers::kBack ? layers.is_near(a, kReach) : layers.has(a);
-    };
-    const bool x = kHasX && acts(layers_[0], r.i), y = kHasY && acts(layers_[1], r.m);
-    if constexpr (kHasX && kHasY)
-      if (x && y) return f(On(), On());
-    if constexpr (kHasX)
-      if (x) return f(On(), Off());
-    if constexpr (kHasY)
-      if (y) return f(Off(), On());
-    f(Off(), Off());
-  }
-
-  // Of the derivative along x or y of the stress or the velocity of component b. The memories of
-  // stresses lie where they are differentiated.
-  template <Layers L>
-  MPIGRAD_INLINE elastic::RowLayers<T> row_layers(int axis, int b, bool of_stress, const Row& r,
-                                                    const Memories& from, const Memories& to) const {
-    elastic::RowLayers<T> f{};
-    if (L == Layers::kNone) return f;
-    const int64_t a = axis == 0 ? r.i : r.m, other = axis == 0 ? r.m : r.i;
-    const elastic::Profile<T>& profile = profiles_[axis][(axis == b) == of_stress];
-    const int k = elastic::memory_of(axis, b);
-    const auto place = [&](int64_t n) {
-      const AxisLayers::Rows rows = layers_[axis].rows(a + n);
-      return rows.first + other * rows.pitch;
-    };
-    for (int n = L == Layers::kBack ? -2 : 0; n <= (L == Layers::kBack ? 2 : 0); ++n) {
-      f.memory[2 + n] = from[axis][k] + place(n);
-      f.a[2 + n] = profile.a(L)[a + n];
-    }
-    // Outside of the layers b is zero, and so is what is written to the row of zeros.
-    f.next = to[axis][k] + place(0);
-    f.b = profile.b()[a];
-    const int64_t next_row = layers_[axis].next_row();
-    prefetch(r, {f.memory[2] + next_row});
-    if (L != Layers::kRead && f.next != f.memory[2]) prefetch(r, {f.next + next_row});
-    return f;
-  }
-
-  // The same along the columns, at both ends of a row.
-  template <Layers L, bool kAhead, class F, class Add>
-  MPIGRAD_INLINE void at_ends(const Row& r, int b, bool of_stress, const Memories& from,
-                              const Memories& to, const Weights& w, const F& field, const Add& add) const {
-    if (L == Layers::kNone) return;
-    const AxisLayers& columns = layers_[kLast];
-    const elastic::Profile<T>& profile = profiles_[kLast][(b == kLast) == of_stress];
-    const int k = elastic::memory_of(kLast, b);
-    const T near = w.near[kLast], far = w.far[kLast], dt = w.dt;
-    const int64_t left = std::clamp(columns.left_end(), r.j0, r.j1);
-    const int64_t right = std::clamp(tile_.ny - columns.right_end(), left, r.j1);
-    const auto end = [&](int64_t j0, int64_t j1, int64_t place) {
-      const elastic::EndLayers<T> layers{from[kLast][k] + place, profile.a(L), profile.b(), to[kLast][k] + place,
-                                           columns.next_row()};
-      elastic::slope_at_end<L, kAhead>(field, j0, j1, near, far, dt, layers, add);
-    };
-    if (r.j0 < left) end(r.j0, left, columns.left(r.i, r.m));
-    if (right < r.j1) end(right, r.j1, columns.right(r.i, r.m));
-  }
-
-  // ---- attenuation (relaxation.h) ----
-
-  // The sums e, m, ... of a row, of this thread.
-  Rows scratch(int which) const {
-    static thread_local std::vector<T> memory;
-    const int64_t pitch = (tile_.ny + 31) / 16 * 16;
-    memory.resize(std::max<size_t>(memory.size(), 4 * kStresses * pitch));
-    Rows rows;
-    for (int k = 0; k < kStresses; ++k) rows[k] = memory.data() + (which * kStresses + k) * pitch;
-    return rows;
-  }
-
-  // The strain rates of a row times dt.
-  template <Layers L>
-  Rows strain_rates(const Row& r, const Motion& v, const Memories& from, const Memories& to) const {
-    const Rows e = scratch(0);
-    for (T* row : e) std::fill(row + r.j0, row + r.j1, T(0));
-    T *e0 = e[0], *e1 = e[1], *e2 = e[kLast];
-    stretch<L>(r, weights_, v, from, to, [=](int64_t j, T x, T y, T z) __attribute__((always_inline)) {
-      e0[j] += x;
-      if constexpr (N == 3) e1[j] += y;
-      e2[j] += z;
-    });
-    slides<L>(r, weights_, v, from, to, [&](int pair) {
-      return [row = e[N + pair]](int64_t j, T g) __attribute__((always_inline)) { row[j] += g; };
-    });
-    return e;
-  }
-
-  // stress += Hooke's law of `e` with c, less that of `m` with l.
-  void hooke(const Row& r, const Rows& e, const Parameters& c, const Rows& m, const Parameters& l,
-             const Stress& stress) const {
-    const T *bulk = c.bulk + r.c, *shear = c.shear + r.c, *lost = l.bulk + r.c, *slipped = l.shear + r.c;
-    const T *x = e[0], *y = e[1], *z = e[kLast], *mx = m[0], *my = m[1], *mz = m[kLast];
-    T *n0 = stress[0] + r.o, *n1 = stress[1] + r.o, *n2 = stress[kLast] + r.o;
-    const int64_t next = tile_.ny;
-    prefetch(r, {bulk + next, shear + next, lost + next, slipped + next});
-#pragma omp simd
-    for (int64_t j = r.j0; j < r.j1; ++j) {
-      const T trace = sum(x[j], y[j], z[j]), past = sum(mx[j], my[j], mz[j]);
-      const T mu = 2 * shear[j], nu = 2 * slipped[j], mean = trace * T(1. / N), before = past * T(1. / N);
-      const T all = bulk[j] * trace - lost[j] * past;
-      n0[j] += all + mu * (x[j] - mean) - nu * (mx[j] - before);
-      if constexpr (N == 3) n1[j] += all + mu * (y[j] - mean) - nu * (my[j] - before);
-      n2[j] += all + mu * (z[j] - mean) - nu * (mz[j] - before);
-    }
-    for (int k = 0; k < kPairs; ++k) {
-      const T *mu = c.shears[k] + r.c, *nu = l.shears[k] + r.c, *rate = e[N + k], *mean = m[N + k];
-      T* s = stress[N + k] + r.o;
-      prefetch(r, {mu + next, nu + next});
-#pragma omp simd
-      for (int64_t j = r.j0; j < r.j1; ++j) s[j] += mu[j] * rate[j] - nu[j] * mean[j];
-    }
-  }
-
-  void deform_relaxed(const Row& r, Mode mode, Wave& w, const Motion& previous, const Motion& v) const {
-    const Rows e = strain_rates<Layers::kStep>(r, v, previous.memory, v.memory), m = scratch(1);
-    relaxation_.step(w.strain(), r.number, r.j0, r.j1, e, m);
-    hooke(r, e, forward_, m, lost_, w.stress);
-    if (!means_.data()) return;
-    // Of a tangent, the run keeps m for what the tangent of the loss adds.
-    Rows means;
-    for (int k = 0; k < kStresses; ++k) means[k] = static_cast<T*>(means_.data()) + k * cells() + r.c;
-    if (mode == Mode::kSave) {
-      for (int k = 0; k < kStresses; ++k) std::copy(m[k] + r.j0, m[k] + r.j1, means[k] + r.j0);
-    } else if (mode == Mode::kBorn) {
-      const Rows of_run = strain_rates<Layers::kRead>(r, after_, after_.memory, after_.memory);
-      hooke(r, of_run, tangents_, means, lost_tangents_, w.stress);
-    }
-  }
-
-  // L / A of the stress k of the adjoint: the mean, the deviators, the shear stresses.
-  const T* ratio(int k) const { return ratio_[k == 0 ? 0 : k < N ? 1 : 2 + k - N]; }
-  // t of a row from a and the filters.
-  void filter(const Row& r, const Wave& w) const {
-    T *sum = scratch(3)[0], *rest = scratch(3)[1];
-    for (int k = 0; k < kStresses; ++k) {
-      const T *a = w.plain[k] + r.o, *q = ratio(k) + r.c;
-      T* t = w.stress[k] + r.o;
-      prefetch(r, {a + tile_.stride, t + tile_.stride, q + tile_.ny});
-      relaxation_.filtered(w.strain(), k, r.number, r.j0, r.j1, sum);
-      relaxation_.filtered(w.decaying(), k, r.number, r.j0, r.j1, rest);
-#pragma omp simd
-      for (int64_t j = r.j0; j < r.j1; ++j) t[j] = a[j] - q[j] * sum[j] + rest[j];
-    }
-  }
-  void deform_back(const Row& r, const Motion& v, Wave& w) const {
-    relaxation_.fetch_next(w.strain(), r.number);
-    for (int k = 0; k < kStresses; ++k)
-      relaxation_.step_back(w.strain(), w.decaying(), k, r.number, r.j0, r.j1, w.plain[k] + r.o);
-    deform<Layers::kBack>(r, back_, v, w.memory, w.next_memory, adjoint_, w.plain);
-    filter(r, w);
-  }
-
-  // The moduli's part of the gradient with attenuation.
-  void correlate_relaxed(const Row& r, const Wave& w) const {
-    const Rows e = strain_rates<Layers::kRead>(r, after_, after_.memory, after_.memory);
-    Rows a;
-    const Rows f = scratch(1);
-    const int64_t next = r.c + tile_.ny;
-    relaxation_.fetch_next(w.strain(), r.number);
-    for (const auto& sums : {gradient_, lost_gradient_}) {
-      prefetch(r, {sums.bulk + next, sums.shear + next});
-      for (const T* mu : sums.shears) prefetch(r, {mu + next});
-    }
-    for (const T* v : after_.v) prefetch(r, {v + r.o + 2 * tile_.plane + tile_.stride});
-    const T coupling = relaxation_.coupling();
-    for (int k = 0; k < kStresses; ++k) {
-      a[k] = w.plain[k] + r.o;
-      prefetch(r, {a[k] + tile_.stride});
-      relaxation_.filtered(w.strain(), k, r.number, r.j0, r.j1, f[k]);
-#pragma omp simd
-      for (int64_t j = r.j0; j < r.j1; ++j) f[k][j] = -(coupling * a[k][j] + f[k][j]);
-    }
-    correlate(r.c, r.j0, r.j1, e, a, gradient_), correlate(r.c, r.j0, r.j1, e, f, lost_gradient_);
-  }
-  // Adds the products of strain rates and scaled cotangents to the sums of the moduli.
-  void correlate(int64_t c, int64_t j0, int64_t j1, const Rows& e, const Rows& a,
-                 const elastic::Parameters<T, N>& sums) const {
-    T *bulk = sums.bulk + c, *shear = sums.shear + c;
-    const T *x = e[0], *y = e[1], *z = e[kLast], *p = a[0], *dx = a[1], *dz = a[kLast];
-#pragma omp simd
-    for (int64_t j = j0; j < j1; ++j) {
-      bulk[j] += p[j] * sum(x[j], y[j], z[j]);
-      shear[j] += N == 3 ? dx[j] * (x[j] - y[j]) + dz[j] * (z[j] - y[j]) : dx[j] * (x[j] - z[j]);
-    }
-    for (int k = 0; k < kPairs; ++k) {
-      T* mu = sums.shears[k] + c;
-      const T *rate = e[N + k], *s = a[N + k];
-#pragma omp simd
-      for (int64_t j = j0; j < j1; ++j) mu[j] += s[j] * rate[j];
-    }
-  }
-
-  // From cotangents of the memories to filters and decaying parts, and back. `transfer` has multiplied by dt.
-  void begin_filters(Wave& w) const {
-    const int64_t size = relaxation_.size();
-    w.rest = Memory();
-    if (std::any_of(w.strain(), w.strain() + size, [](T x) { return x != 0; })) {
-      w.rest = Memory(size * sizeof(T));
-      std::memcpy(w.decaying(), w.strain(), size * sizeof(T));
-      each_mechanism(w.decaying(), [&](int64_t, const Rows& h, int64_t, int64_t j, int64_t depth) {
-        const T x = h[0][j], z = h[kLast][j], mean = sum(x, h[1][j], z) / N, square = weights_.dt * weights_.dt;
-        const T share = 1 / (square * weight(kNormal, depth));
-        h[0][j] = share * mean, h[1][j] = share * (x - mean);
-        if (N == 3) h[2][j] = share * (z - mean);
-        for (int k = 0; k < kPairs; ++k) h[N + k][j] /= square * weight(N + k, depth);
-      });
-    }
-    std::fill_n(w.strain(), size, T(0));
-    for (int k = 0; k < kStresses; ++k) {
-      w.plain_fields[k] = Field<T>(tile_);
-      w.plain_fields[k].clear();
-      w.plain[k] = w.plain_fields[k];
-    }
-    each_row([&](const Row& r) {
-      for (int k = 0; k < kStresses; ++k) std::copy_n(w.stress[k] + r.o, tile_.ny, w.plain[k] + r.o);
-      filter(r, w);
-    });
-  }
-  void end_filters(Wave& w, const T* state) const {
-    each_row([&](const Row& r) {
-      for (int k = 0; k < kStresses; ++k) std::copy_n(w.plain[k] + r.o, tile_.ny, w.stress[k] + r.o);
-    });
-    // The loss has filtered the first memories, too.
-    const T dt = weights_.dt;
-    each_mechanism(w.strain(), [&](int64_t l, const Rows& f, int64_t c, int64_t j, int64_t depth) {
-      std::array<T, kStresses> values;
-      Rows e, a;
-      for (int k = 0; k < kStresses; ++k) {
-        values[k] = -dt * state[(l * kStresses + k) * cells() + c];
-        e[k] = &values[k], a[k] = f[k] + j;
-      }
-      correlate(c, 0, 1, e, a, lost_gradient_);
-      const auto cotangent = [&](int k) {
-        const T decayed = w.decaying() ? relaxation_.at(w.decaying(), c / tile_.ny, l, k)[j] : T(0);
-        return decayed - ratio(k)[c] * f[k][j];
-      };
-      // Multiplied by dt twice, as `end` divides by it.
-      const T square = dt * dt;
-      const T p = cotangent(0), dx = cotangent(1), dz = N == 3 ? cotangent(kLast) : T(0);
-      std::array<T, kPairs> pairs;
-      for (int k = 0; k < kPairs; ++k) pairs[k] = cotangent(N + k);
-      const T share = square * weight(kNormal, depth);
-      f[0][j] = share * (p + dx), f[1][j] = share * (p - (dx + dz));
-      if (N == 3) f[2][j] = share * (p + dz);
-      for (int k = 0; k < kPairs; ++k) f[N + k][j] = square * weight(N + k, depth) * pairs[k];
-    });
-  }
-  template <class F>
-  void each_row(const F& f) const {
-    for (int64_t i = 0; i < tile_.nx; ++i)
-      for (int64_t m = 0; m < tile_.nm; ++m) f(Row{i, m, 0, tile_.ny, tile_.at(i, m, 0), model_row(i, m), i * tile_.nm + m});
-  }
-  // f(mechanism, its memories in a row, index of a cell, its column, depth)
-  template <class F>
-  void each_mechanism(T* memory, const F& f) const {
-    for (int64_t l = 0; l < setup_.mechanisms; ++l)
-      each_row([&](const Row& r) {
-        Rows rows;
-        for (int k = 0; k < kStresses; ++k) rows[k] = relaxation_.at(memory, r.number, l, k);
-        for (int64_t j = 0; j < tile_.ny; ++j) f(l, rows, r.c + j, j, depth(r.i, r.m, j));
-      });
-  }
-
-  // What the differences along an axis have next to the surface besides those of the inside: add(j, value).
-  // half: between the cells.
-  template <int Axis, class F, class Add>
-  MPIGRAD_INLINE void at_surface(const Row& r, bool half, const Weights& k, const F& field, const Add& add) const {
-    if (surface_.axis != Axis) return;
-    constexpr int kNear = elastic::Surface<T>::kNear, kPoints = elastic::Surface<T>::kPoints;
-    const T sign = k.dt < 0 ? T(-1) : T(1);
-    const auto value = [&](const T* c, int64_t j, int64_t step) __attribute__((always_inline)) {
-      T g = 0;
-      for (int n = 0; n < kPoints; ++n) g += c[n] * field(j - n * step);
-      return sign * g;
-    };
-    if constexpr (Axis == kLast) {
-      for (int64_t j = std::max(r.j0, tile_.ny - kNear); j < r.j1; ++j)
-        add(j, value(surface_.table[half][tile_.ny - 1 - j], tile_.ny - 1, 1));
-    } else {
-      const int64_t d = depth(r.i, r.m, 0), step = Axis == 0 ? tile_.plane : tile_.stride;
-      if (d >= kNear) return;
-      T c[kPoints];
-      std::copy_n(surface_.table[half][d], kPoints, c);
-#pragma omp simd
-      for (int64_t j = r.j0; j < r.j1; ++j) add(j, value(c, j + d * step, step));
-    }
-  }
-  // Cells between a cell and the surface.
-  int64_t depth(int64_t i, int64_t m, int64_t j) const {
-    if (surface_.axis < 0) return elastic::Surface<T>::kNear;
-    return surface_.axis == 0 ? tile_.nx - 1 - i : surface_.axis == kLast ? tile_.ny - 1 - j : tile_.nm - 1 - m;
-  }
-  // Of a velocity, of a stress N + its pair of axes, or of the normal stresses.
-  static constexpr int kNormal = -1;
-  T weight(int field, int64_t depth) const {
-    if (depth >= elastic::Surface<T>::kNear) return 1;
-    bool half = field == surface_.axis;
-    for (int a = 0; a < N; ++a)
-      for (int b = a + 1; b < N; ++b)
-        half |= field == elastic::stress_of<N>(a, b) && (a == surface_.axis || b == surface_.axis);
-    return surface_.weight[half][depth];
-  }
-
   const Setup& setup_;
   const Tile& tile_;
   const Box middle_;
-  const Weights weights_, back_;
+  const Slopes slopes_;
   const T share_;  // of a source in its cell
-  AxisLayers layers_[N];
-  elastic::Profile<T> profiles_[N][2];  // at the centres, and half a cell further
-  int64_t memory_size_ = 0;
   const Rim rim_;
-  elastic::Surface<T> surface_;
+  elastic::Loss<T, N> loss_;
   Parameters forward_, adjoint_, tangents_;
   elastic::Parameters<T, N> gradient_;
-  elastic::Relaxation<T, kStresses> relaxation_;
-  Parameters lost_, lost_tangents_;
-  elastic::Parameters<T, N> lost_gradient_;
-  std::array<const T*, kModuli> ratio_{};  // L / A
-  Memory means_;
   Motion before_, after_;  // of the step that the adjoint or the tangent is at
   Memory divisors_, sums_;
 };

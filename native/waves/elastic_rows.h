@@ -34,6 +34,12 @@ constexpr int component_of(int axis, int memory) {
   return memory == 0 ? axis : memory <= axis ? memory - 1 : memory;
 }
 
+// Of values for each axis. On two axes `y` is not used, and z is the last one.
+template <int N, class T>
+MPIGRAD_INLINE T total(T x, T y, T z) {
+  return N == 3 ? x + y + z : x + z;
+}
+
 template <class T, int N>
 using Stress = std::array<T*, Shape<N>::kStresses>;
 template <class T, int N>

@@ -4,6 +4,7 @@
 #include <cstdlib>
 #include <cstring>
 #include <list>
+#include <vector>
 #include <new>
 #include <utility>
 
@@ -15,6 +16,9 @@
 #include "waves/tile.h"
 
 namespace mpigrad::waves {
+
+template <class T>
+using Arrays = std::vector<T*>;  // of a model or a state
 
 class Memory;
 

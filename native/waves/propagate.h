@@ -53,9 +53,6 @@ struct Values {
   T* at(int64_t shot, int64_t step) const { return data + shot * table->points * steps + step; }
 };
 
-template <class T>
-using Arrays = std::vector<T*>;
-
 template <class P>
 class Propagation {
  public:

@@ -19,12 +19,10 @@
 
 namespace mpigrad::waves::elastic {
 
-// One row of values for each stress or strain rate, indexed by the column.
-template <class T, int S>
-using Rows = std::array<T*, S>;
-
 template <class T, int S>
 class Relaxation {
+  using Rows = std::array<T*, S>;
+
  public:
   Relaxation() = default;
   // constants: keep, gain and half of each mechanism.
@@ -47,7 +45,7 @@ class Relaxation {
       __builtin_prefetch(next + n, 1);
   }
   // Steps the memories of a row by `e`, and writes m.
-  void step(T* memory, int64_t row, int64_t j0, int64_t j1, const Rows<T, S>& e, const Rows<T, S>& m) const {
+  void step(T* memory, int64_t row, int64_t j0, int64_t j1, const Rows& e, const Rows& m) const {
     fetch_next(memory, row);
     for (int k = 0; k < S; ++k)
       for (int64_t l = 0; l < count_; ++l) {
