@@ -260,12 +260,12 @@ class Equation:
         return total if value is None else _sum(total, value, term.factor, cells)
 
 
-@jit_local(static_argnames=("shape",))
+@jit_local(static_argnames=("shape",), inline=True)
 def _zeros(here: jax.Array, shape: tuple[int, ...]) -> jax.Array:
     return tie_in(jnp.zeros(shape, here.dtype), here)
 
 
-@jit_local
+@jit_local(inline=True)
 def _sum(total: jax.Array, value: jax.Array, factor: Any, cells: Any) -> jax.Array:
     scaled = value * jnp.asarray(factor, total.dtype)
     return total + scaled if cells is None else total.at[cells].add(scaled)

@@ -311,7 +311,7 @@ class Form(abc.ABC):
             law, points = self._at_points(u, args, kwargs)
             return self._integral.residual(*evaluate(self._flux(law), points))
 
-        return jax.jit(residual)
+        return jax.jit(residual, inline=True)
 
     @property
     def matrix(self) -> Callable[..., jax.Array | None]:
@@ -325,7 +325,7 @@ class Form(abc.ABC):
             k = matrices.shape[1] * matrices.shape[2]
             return matrices.reshape(-1, k, k)
 
-        return jax.jit(matrix)
+        return jax.jit(matrix, inline=True)
 
     def is_linear(self, u: jax.Array, args: Any, kwargs: Any) -> bool:
         """Return True if the residual is seen to be affine in the field."""
@@ -466,7 +466,7 @@ class Energy(Form):
             density = evaluate(self._scalar(law), points)
             return jnp.zeros((), u.dtype) if density is None else self._integral.total(density)
 
-        return jax.jit(total)
+        return jax.jit(total, inline=True)
 
 
 class WeakForm(Form):

@@ -46,7 +46,10 @@ def as_array(x: Any, dtype: Any = None) -> jax.Array:
 
 
 def jit_local(
-    f: Callable[..., Any] | None = None, *, static_argnames: tuple[str, ...] = ()
+    f: Callable[..., Any] | None = None,
+    *,
+    static_argnames: tuple[str, ...] = (),
+    inline: bool = False,
 ) -> Callable[..., Any]:
     """Compile a function without messages as one program, traced once for all transformations.
 
@@ -57,12 +60,13 @@ def jit_local(
     ----------
     f
         The function. If it is left out, the result is a decorator.
-    static_argnames
-        As for `jax.jit`.
+    static_argnames, inline
+        As for `jax.jit`. With `inline` XLA copies fewer large arrays between native handlers and
+        this function, as it chooses layouts before it merges programs.
     """
     if f is None:
-        return functools.partial(jit_local, static_argnames=static_argnames)
-    program = jax.jit(f, static_argnames=static_argnames)
+        return functools.partial(jit_local, static_argnames=static_argnames, inline=inline)
+    program = jax.jit(f, static_argnames=static_argnames, inline=inline)
 
     @functools.wraps(f)
     def call(*args: Any, **kwargs: Any) -> Any:
