@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from mesh_cases import mixed_up
+from mesh_cases import box_of, mixed_up
 
 import mpigrad as mg
 from mpigrad import fem
@@ -141,9 +141,16 @@ def test_forward_mode_and_second_derivatives(comm, alone):
 
 
 @pytest.mark.thin(2)
-def test_dot_tests_of_assembly(comm, alone):
+@pytest.mark.parametrize("cells", ["equal", "different"])
+def test_dot_tests_of_assembly(cells, comm, alone):
     """Residuals and element matrices in parameters and fields, over the product of ranks."""
-    mesh = fem.distribute_mesh(**mixed_up("hexahedron", alone), partition="coordinates", comm=comm)
+    mesh = (
+        box_of("hexahedron", comm)
+        if cells == "equal"
+        else fem.distribute_mesh(
+            **mixed_up("hexahedron", alone), partition="coordinates", comm=comm
+        )
+    )
     space = fem.Space(mesh)
     form = fem.Energy(space, lambda p, k: k * (p.grad @ p.grad + 1) ** 1.5 - p.u**3)
     k = 1 + 0.2 * jnp.cos(jnp.asarray(mesh.cell_ids, float))
@@ -151,3 +158,7 @@ def test_dot_tests_of_assembly(comm, alone):
     mg.dot_test(lambda k, u: form(fem.PerCell(k)).residual(u), k, u, comm=comm)
     mg.dot_test(lambda k, u: form(fem.PerCell(k)).jacobian(u) @ jnp.cos(u), k, u, comm=comm)
     mg.dot_test(lambda k, u: form(fem.PerCell(k)).lumped(u), k, u, comm=comm)
+    slope = mg.grad(lambda k, u: jnp.sum(form(fem.PerCell(k)).residual(u) ** 2), comm=comm)
+    mg.dot_test(slope, k, u, comm=comm)
+    batch = mg.vmap(lambda k: slope(k, u))(jnp.stack([k, 2 * k]))
+    np.testing.assert_allclose(batch, jnp.stack([slope(k, u), slope(2 * k, u)]), rtol=1e-12)

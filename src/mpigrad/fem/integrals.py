@@ -60,6 +60,11 @@ class CellGeometry:
     corners: KeptArray
     shape_values: NDArray[np.float64]
 
+    @property
+    def is_uniform(self) -> bool:
+        """True if one inverse Jacobian holds at all points of all cells of this rank."""
+        return self.inverses.shape[:2] == (1, 1)
+
 
 def cell_geometry(mesh: Mesh, rule: Rule) -> CellGeometry:
     """Compute the Jacobians of all cells of this rank."""
@@ -255,12 +260,17 @@ class CellIntegral(Integral):
         return None
 
     def tables(self, space: Space) -> tuple[np.ndarray, np.ndarray]:
-        """Return values (q, n_basis) and reference gradients (q or 1, n_basis, dim)."""
+        """Return values (q, n_basis) and reference gradients (q or 1, n_basis, dim).
+
+        If all cells have the same inverse Jacobian, the gradients are those in the cells.
+        """
 
         def make() -> tuple[np.ndarray, np.ndarray]:
             values, gradients = tabulate(space.mesh.cell_type, space.degree, self.rule.points)
             if np.ptp(gradients, axis=0).max() < 1e-12:
                 gradients = gradients[:1]
+            if self.geometry.is_uniform:
+                gradients = gradients @ self.geometry.inverses.array[0, 0]
             return values, gradients
 
         return space.cached(("tables", self.degree), make)
@@ -270,8 +280,9 @@ class CellIntegral(Integral):
         table, gradients = (jnp.asarray(t, dtype) for t in self.tables(space))
         u = jnp.einsum("qa,eac->eqc", table, values)
         along = jnp.einsum("qaj,eac->eqcj", gradients, values)
-        inverses = self.geometry.inverses(dtype)
-        return AtPoints(u), AtPoints(_transform(along, inverses, adjoint=True))
+        if not self.geometry.is_uniform:
+            along = _transform(along, self.geometry.inverses(dtype), adjoint=True)
+        return AtPoints(u), AtPoints(along)
 
     def total(self, density: AtPoints) -> jax.Array:
         dtype = density.array.dtype
@@ -290,7 +301,7 @@ class CellIntegral(Integral):
             parts.append(jnp.einsum("eqc,qa->eac", f, self._table(table, f)))
         if gradient is not None:
             f = self._weighted(gradient).array
-            f = _to_reference(f, self.geometry.inverses(f.dtype), 3)
+            f = self._to_reference(f, 3)
             parts.append(jnp.einsum("eqcj,qaj->eac", f, self._table(along, f)))
         return self._for_all_cells(parts)
 
@@ -303,18 +314,17 @@ class CellIntegral(Integral):
             parts.append(self._products(h, both))
         if b.value_gradient is not None:
             h = self._weighted(b.value_gradient).array
-            h = _to_reference(h, self.geometry.inverses(h.dtype), 4)  # (e, q, c, C, l)
+            h = self._to_reference(h, 4)  # (e, q, c, C, l)
             both = table[:, None, :, None] * along.swapaxes(1, 2)[:, :, None]
             parts.append(self._products(h, both))
         if b.gradient_value is not None:
             h = self._weighted(b.gradient_value).array
-            h = _to_reference(h, self.geometry.inverses(h.dtype), 3)  # (e, q, c, j, C)
+            h = self._to_reference(h, 3)  # (e, q, c, j, C)
             both = along.swapaxes(1, 2)[:, :, :, None] * table[:, None, None]
             parts.append(self._products(h.swapaxes(3, 4), both))
         if b.gradient_gradient is not None:
             h = self._weighted(b.gradient_gradient).array
-            inverses = self.geometry.inverses(h.dtype)
-            h = _to_reference(_to_reference(h, inverses, 3), inverses, 5)  # (e, q, c, j, C, l)
+            h = self._to_reference(h, 3, 5)  # (e, q, c, j, C, l)
             by_axis = along.swapaxes(1, 2)
             both = by_axis[:, :, None, :, None] * by_axis[:, None, :, None, :]
             parts.append(self._products(h.swapaxes(3, 4), both))
@@ -327,6 +337,15 @@ class CellIntegral(Integral):
         h = jnp.moveaxis(h, 1, 3).reshape(e * c * c, -1)
         sums = (h @ table).reshape(e, c, c, n, n)
         return sums.transpose(0, 3, 1, 4, 2)
+
+    def _to_reference(self, f: jax.Array, *axes: int) -> jax.Array:
+        """Replace axes of components along x_i by components along ξ_j: Σ_i f_i ∂ξ_j/∂x_i."""
+        if self.geometry.is_uniform:  # the tables have the Jacobians
+            return f
+        inverses = self.geometry.inverses(f.dtype)
+        for axis in axes:
+            f = jnp.moveaxis(_transform(jnp.moveaxis(f, axis, -1), inverses), -1, axis)
+        return f
 
     def _weighted(self, f: AtPoints) -> AtPoints:
         """Multiply with the determinants, and with zero outside of the mask."""
@@ -423,11 +442,6 @@ class FacetIntegral(Integral):
 
 
 # ---- Vectors in other coordinates: a primitive, so that its adjoint is as fast as itself ----
-
-
-def _to_reference(f: jax.Array, inverses: jax.Array, axis: int) -> jax.Array:
-    """Replace an axis of components along x_i by components along ξ_j: Σ_i f_i ∂ξ_j/∂x_i."""
-    return jnp.moveaxis(_transform(jnp.moveaxis(f, axis, -1), inverses), -1, axis)
 
 
 def _transform(f: jax.Array, matrices: jax.Array, adjoint: bool = False) -> jax.Array:
