@@ -22,7 +22,7 @@ from mpigrad.sparse.matrix.products import (
     gather_by_row,
     multiply,
     multiply_matrices,
-    select_columns,
+    outer_product,
     transpose_values,
     transposed,
 )
@@ -41,7 +41,8 @@ __all__ = [
 def fix_rows(pattern: Pattern, values: jax.Array, fixed: Any) -> jax.Array:
     """Return the values with fixed rows of the identity (`Matrix.at_boundary`)."""
     fixed = _check_fixed(pattern, fixed)
-    return _with_ones(values, _in_fixed_rows(pattern, fixed), None, fixed, *_diagonal(pattern))
+    free = gather_by_row(pattern, _free(fixed))
+    return _with_ones(values, free, fixed, *_diagonal(pattern))
 
 
 def eliminate_rows(
@@ -65,10 +66,10 @@ def eliminate_rows(
         )
     # One message has the fixed columns and their values.
     conditions = _fixed_and_prescribed(fixed, prescribed, shape=b.shape)
-    fixed_columns, known = _divided(pattern.ghosts.local_and_ghost(conditions))
+    free_columns, known = _divided(pattern.ghosts.local_and_ghost(conditions))
     eliminated = apply(pattern, values.astype(dtype), known)
-    in_row, in_column = _in_fixed_rows(pattern, fixed), select_columns(pattern, fixed_columns)
-    entries = _with_ones(values, in_row, in_column, fixed, *_diagonal(pattern))
+    free = outer_product(pattern, _free(fixed), free_columns)
+    entries = _with_ones(values, free, fixed, *_diagonal(pattern))
     return entries, _without_fixed(fixed, conditions, b, eliminated)
 
 
@@ -85,7 +86,8 @@ def _fixed_and_prescribed(
 
 @jit_local
 def _divided(columns: jax.Array) -> tuple[jax.Array, jax.Array]:
-    return columns[:, 0], columns[:, 1:]
+    """Return 1 in columns that are free, and the prescribed values."""
+    return _free(columns[:, 0] != 0), columns[:, 1:]
 
 
 @jit_local
@@ -96,12 +98,12 @@ def _without_fixed(
     return jnp.where(rows, conditions[:, 1:].reshape(b.shape), b - eliminated.reshape(b.shape))
 
 
-def _in_fixed_rows(pattern: Pattern, fixed: jax.Array) -> jax.Array:
-    """Return 1 for each stored entry of a fixed row, and 0 for the others.
+def _free(fixed: jax.Array) -> jax.Array:
+    """Return 1 in rows or columns that are not fixed, for the native library.
 
     XLA would compute a gather of a mask that is a constant when it compiles, for seconds.
     """
-    return gather_by_row(pattern, fixed.astype(jnp.float32))
+    return (~fixed).astype(jnp.float32)
 
 
 def _check_fixed(pattern: Pattern, fixed: Any) -> jax.Array:
@@ -129,16 +131,17 @@ def _diagonal(pattern: Pattern) -> tuple[jax.Array, int]:
 @jit_local(static_argnames=("nnz",))
 def _with_ones(
     values: jax.Array,
-    in_row: jax.Array,
-    in_column: jax.Array | None,
+    free: jax.Array,
     fixed: jax.Array,
     diagonal: jax.Array,
     nnz: int,
 ) -> jax.Array:
-    """Return zeros in fixed rows and columns, and ones on their diagonal."""
-    cleared = in_row != 0 if in_column is None else (in_row != 0) | (in_column != 0)
+    """Return zeros for entries that are not free, and ones on the diagonal of fixed rows."""
     # A fixed row without a stored diagonal is an error before: -1 is for rows that are not fixed.
-    return jnp.where(cleared, 0, values).at[jnp.where(fixed, diagonal, nnz)].set(1, mode="drop")
+    # Indices that are not dropped are unique. If JAX did not know, its derivative would need an
+    # array of integers for all entries.
+    places = jnp.where(fixed, diagonal, nnz)
+    return jnp.where(free == 0, 0, values).at[places].set(1, mode="drop", unique_indices=True)
 
 
 def _require_diagonal(pattern: Pattern, fixed: jax.Array) -> None:

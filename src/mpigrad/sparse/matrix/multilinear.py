@@ -30,6 +30,7 @@ __all__ = [
     "count_contractions",
     "kernels_library",
     "multiply_patterns",
+    "outer",
     "positions",
     "select",
 ]
@@ -240,27 +241,57 @@ def select(
     return contract(structure, None, own, rest, lead)
 
 
-def add_up(structure: TrilinearContraction, values: Any, tail: Any = None) -> jax.Array:
+def add_up(
+    structure: TrilinearContraction, values: Any, tail: Any = None, split: int | None = None
+) -> Any:
     """Return the adjoint of a selection: the sum of values (len(position), *tail) at each entry.
 
-    Values of another shape are read in the order of their memory.
+    Values of another shape are read in the order of their memory. With `split` the sums are two
+    arrays, the first of this length.
     """
     values = as_array(values)
     tail = values.shape[1:] if tail is None else tail
-    key = ("add_up", tail)
+    key = ("add_up", tail, split)
     if is_top_level() and not jax.config.jax_disable_jit:  # type: ignore[attr-defined]
         if key not in structure.programs:
-            run = functools.partial(_add_up, structure.handle, tail)
+            run = functools.partial(_add_up, structure.handle, tail, split)
             structure.programs[key] = jax.jit(run)
         return structure.programs[key](values)
-    return _add_up(structure.handle, tail, values)
+    return _add_up(structure.handle, tail, split, values)
 
 
-def _add_up(handle: _Handle, tail: tuple[int, ...], values: jax.Array) -> jax.Array:
-    n_pool = handle.sizes[POOL]
+def _add_up(handle: _Handle, tail: tuple[int, ...], split: int | None, values: jax.Array) -> Any:
+    first = handle.sizes[POOL] if split is None else split
     flat = values.reshape(1, handle.sizes[LAST], math.prod(tail))
-    sums, _ = contract_p.bind(flat, structure=handle, out=POOL, split=n_pool)
-    return sums.reshape(n_pool, *tail)
+    parts = contract_p.bind(flat, structure=handle, out=POOL, split=first)
+    sums, rest = (part.reshape(part.shape[1], *tail) for part in parts)
+    return sums if split is None else (sums, rest)
+
+
+def outer(structure: TrilinearContraction, own: Any, last: Any) -> jax.Array:
+    """Return the derivative in `first`: for a matrix, y_i x_j at each entry of (x, y).
+
+    Parameters
+    ----------
+    own
+        The pool, as one array without columns. For a matrix, x at own and ghost columns.
+    last
+        For a matrix, y at own rows, in the same dtype.
+    """
+    operands = as_array(own), as_array(last)
+    if is_top_level() and not jax.config.jax_disable_jit:  # type: ignore[attr-defined]
+        if "outer" not in structure.programs:
+            structure.programs["outer"] = jax.jit(functools.partial(_outer, structure.handle))
+        return structure.programs["outer"](*operands)
+    return _outer(structure.handle, *operands)
+
+
+def _outer(handle: _Handle, own: jax.Array, last: jax.Array) -> jax.Array:
+    pool = own.reshape(1, -1, 1), jnp.zeros((1, 0, 1), own.dtype)
+    results = contract_p.bind(
+        *pool, last.reshape(1, -1, 1), structure=handle, out=FIRST, split=len(own)
+    )
+    return results[0].reshape(-1)
 
 
 def contract(

@@ -21,6 +21,7 @@ from mpigrad.sparse.matrix.multilinear import (
     TrilinearContraction,
     contract,
     multiply_patterns,
+    outer,
     positions,
     select,
 )
@@ -34,9 +35,9 @@ __all__ = [
     "gather_by_row",
     "multiply",
     "multiply_matrices",
+    "outer_product",
     "pool_positions",
     "product_pattern",
-    "select_columns",
     "stored_order",
     "transpose_values",
     "transposed",
@@ -62,6 +63,8 @@ def _n_local_and_ghost(pattern: Pattern) -> int:
 
 def stored_order(pattern: Pattern, row_order: np.ndarray) -> np.ndarray:
     """Permute one integer for each entry from row order to the order of the stored values."""
+    if pattern.is_ordered:
+        return row_order
     stored = np.empty_like(row_order)
     stored[pattern.order] = row_order
     return stored
@@ -109,20 +112,18 @@ def gather_by_row(pattern: Pattern, d: jax.Array) -> jax.Array:
 
 def gather_by_column(pattern: Pattern, d: jax.Array) -> jax.Array:
     """Return for each stored entry its column's value: (n_columns,) -> (nnz,) (collective)."""
-    return select(_columns(pattern), d, ghost_values(pattern.ghosts, d))
 
-
-def select_columns(pattern: Pattern, d: jax.Array) -> jax.Array:
-    """Return for each stored entry its column's value: (n_own + n_ghosts,) -> (nnz,)."""
-    return select(_columns(pattern), d)
-
-
-def _columns(pattern: Pattern) -> TrilinearContraction:
     def make() -> TrilinearContraction:
         positions = stored_order(pattern, pool_positions(pattern))
         return TrilinearContraction.selection(positions, _n_local_and_ghost(pattern))
 
-    return _cached(pattern, "gather by column", make)
+    columns = _cached(pattern, "gather by column", make)
+    return select(columns, d, ghost_values(pattern.ghosts, d))
+
+
+def outer_product(pattern: Pattern, y: jax.Array, x: jax.Array) -> jax.Array:
+    """Return y_i x_j for each stored entry: (n_local,), (n_own + n_ghosts,) -> (nnz,)."""
+    return outer(_matrix(pattern), x, y)
 
 
 def diagonal(pattern: Pattern, values: jax.Array) -> jax.Array:
