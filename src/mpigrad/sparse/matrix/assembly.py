@@ -15,7 +15,7 @@ import numpy as np
 
 from mpigrad.collective_errors import raise_error
 from mpigrad.communicator import BlockingCall, Communicator
-from mpigrad.extend import as_array, jit_local
+from mpigrad.extend import as_array, jit_local, keep_in_order
 from mpigrad.grid import Grid
 from mpigrad.operations import neighbor_alltoallv
 from mpigrad.sparse.matrix.ghost_exchange import GhostExchange, _tell_owners, ghost_values
@@ -23,6 +23,7 @@ from mpigrad.sparse.matrix.multilinear import (
     TrilinearContraction,
     add_up,
     multiply_patterns,
+    positions,
     select,
 )
 
@@ -40,19 +41,19 @@ __all__ = [
 # ---- Assembly of entries that are given on any rank, any number of times ----
 
 
-def row_order(rows: np.ndarray, columns: np.ndarray, n_columns: int) -> tuple[np.ndarray, bool]:
-    """Return the permutation to row order, stable, and True if it is the identity."""
-    down, across = np.diff(rows), np.diff(columns)
-    if bool(np.all((down > 0) | ((down == 0) & (across >= 0)))):
-        return np.arange(len(rows)), True
+def row_order(rows: np.ndarray, columns: np.ndarray, n_columns: int) -> np.ndarray | None:
+    """Return the permutation to row order, stable, or None if it is the identity."""
+    next_row = rows[1:] > rows[:-1]
+    if bool(np.all(next_row | ((rows[1:] == rows[:-1]) & (columns[1:] >= columns[:-1])))):
+        return None
     if (int(rows.max()) + 1) * n_columns < 2**63:
-        return np.argsort(rows * n_columns + columns, kind="stable"), False
-    return np.lexsort((columns, rows)), False
+        return np.argsort(rows * n_columns + columns, kind="stable")
+    return np.lexsort((columns, rows))
 
 
 def repeated(rows: np.ndarray, columns: np.ndarray) -> np.ndarray:
     """Return True for each entry in row order, from the second on, that equals the one before."""
-    return (np.diff(rows) == 0) & (np.diff(columns) == 0)
+    return (rows[1:] == rows[:-1]) & (columns[1:] == columns[:-1])
 
 
 class Assembly:
@@ -75,8 +76,11 @@ class Assembly:
 
     Attributes
     ----------
-    rows, columns
-        The global indices of this rank's stored entries, in row order, shape (nnz,).
+    n_entries
+        The number of stored entries of this rank, nnz.
+    position
+        The stored entry to which each contribution is added, and nnz + k for contribution k that
+        this rank sends, shape (n_given,).
     neighbors
         The ranks to which this rank sends contributions, or from which it receives them.
     """
@@ -108,18 +112,33 @@ class Assembly:
         received = [come[rank].reshape(2, -1) for rank in self.neighbors if rank in come]
         local = np.stack([rows[staying], columns[staying]])
         i, j = np.concatenate([local, *received], axis=1)
-        order, _ = row_order(i - starts[comm.rank], j, n_columns)
+        permutation = row_order(i - starts[comm.rank], j, n_columns)
+        order = slice(None) if permutation is None else permutation
         first = np.concatenate([[True], ~repeated(i[order], j[order])])[: len(i)]
-        self.rows, self.columns = i[order][first], j[order][first]
+        self._entries: tuple[np.ndarray, np.ndarray] | None = (i[order][first], j[order][first])
         target = np.empty(len(i), np.int64)
         target[order] = np.cumsum(first) - 1
-        kept = np.full(self.n_given, -1, np.int64)
-        kept[staying] = target[: len(staying)]
-        n_entries = len(self.rows)
+        self.n_entries = n_entries = int(np.count_nonzero(first))
+        position = np.empty(self.n_given, np.int64)
+        position[staying] = target[: len(staying)]
+        position[leaving] = n_entries + np.arange(len(leaving))
+        self.position = positions(position)
         # In the native library, because they would be constants of each compiled program.
-        self._leaving = TrilinearContraction.selection(leaving, self.n_given)
-        self._own = TrilinearContraction.selection(kept, n_entries)
         self._received = TrilinearContraction.selection(target[len(staying) :], n_entries)
+
+    def pop_entries(self) -> tuple[np.ndarray, np.ndarray]:
+        """Return the global rows and columns of the stored entries, and keep them no longer."""
+        entries, self._entries = self._entries, None
+        assert entries is not None
+        return entries
+
+    def selection(self, position: np.ndarray) -> TrilinearContraction:
+        """Return the selection of stored entries and of sent ones at these positions."""
+        return TrilinearContraction.selection(position, self.n_entries + sum(self.sendcounts))
+
+    @functools.cached_property
+    def _given(self) -> TrilinearContraction:
+        return self.selection(self.position)
 
     def __call__(self, values: Any) -> jax.Array:
         values = as_array(values)
@@ -128,15 +147,17 @@ class Assembly:
                 f"pattern.assemble: values have shape {values.shape} on rank {self.comm.rank}, "
                 f"which gave the pattern {self.n_given} entries. Give shape ({self.n_given},)."
             )
-        sums = add_up(self._own, values)
+        return self.add_up(self._given, values)
+
+    def add_up(self, selection: TrilinearContraction, values: jax.Array) -> jax.Array:
+        """Return the sums at stored entries of all ranks' values in a `selection`."""
         if not self.neighbors:
-            return sums
+            return add_up(selection, values, ())
+        sums, sent = add_up(selection, values, (), self.n_entries)
+        # A rank that sends nothing would wait for the others first, and add up afterwards.
+        sums = keep_in_order(sums)
         received = neighbor_alltoallv(
-            select(self._leaving, values),
-            self.neighbors,
-            self.sendcounts,
-            self.recvcounts,
-            self.comm,
+            sent, self.neighbors, self.sendcounts, self.recvcounts, self.comm
         )
         return sums + add_up(self._received, received)
 
@@ -183,8 +204,9 @@ def element_entries(unknowns: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.nd
 class ElementAssembly:
     """The sum of element matrices (n_elements, k, k) at each stored entry of a pattern.
 
-    This rank's contributions to an entry are added up first, in the order of the elements. Then one
-    sum goes to the rank that owns the row, as in `Assembly`.
+    This rank's contributions to an entry are added up first, in the order of the elements, in one
+    pass for stored entries and for sums that are sent. A sum goes to the rank that owns the row, as
+    in `Assembly`.
 
     Parameters
     ----------
@@ -196,7 +218,11 @@ class ElementAssembly:
 
     def __init__(self, place: np.ndarray, n_entries: int, assembly: Assembly | None, rank: int):
         self.shape, self.rank, self.assembly = place.shape, rank, assembly
-        self._selection = TrilinearContraction.selection(place.ravel(), n_entries)
+        self._selection = (
+            TrilinearContraction.selection(place.ravel(), n_entries)
+            if assembly is None
+            else assembly.selection(assembly.position[place.ravel()])
+        )
 
     def __call__(self, values: Any) -> jax.Array:
         values = as_array(values)
@@ -207,8 +233,9 @@ class ElementAssembly:
                 f"gave the pattern {self.shape[0]} elements of {self.shape[1]} unknowns. Give "
                 f"shape {self.shape}."
             )
-        sums = add_up(self._selection, values, ())
-        return sums if self.assembly is None else self.assembly(sums)
+        if self.assembly is None:
+            return add_up(self._selection, values, ())
+        return self.assembly.add_up(self._selection, values)
 
 
 # ---- Stencils on the cells of a grid, with the same offsets from every cell ----

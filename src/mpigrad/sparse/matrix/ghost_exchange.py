@@ -13,7 +13,7 @@ from mpi4py import MPI
 
 from mpigrad.collective_errors import raise_error
 from mpigrad.communicator import HANDSHAKE_TAG, SWAP_TAG, BlockingCall, Communicator, resolve
-from mpigrad.extend import as_array, index_array, jit_local, take, tie_in
+from mpigrad.extend import as_array, index_array, jit_local, keep_in_order, take, tie_in
 from mpigrad.operations import neighbor_alltoallv
 
 __all__ = [
@@ -219,7 +219,8 @@ class GhostExchange:
             )
         if not self.neighbors:
             return x
-        local, ghosts = _divided(x, n)
+        # A rank without ghosts would wait for the others first, and compute its entries afterwards.
+        local, ghosts = _divided(keep_in_order(x), n)
         received = neighbor_alltoallv(
             ghosts, self.neighbors, self.recvcounts, self.sendcounts, self.comm
         )
@@ -309,4 +310,4 @@ def _indices(values: Any, name: str, argument: str) -> np.ndarray:
             f"{name}: {argument} must be a one-dimensional array of integers, got shape "
             f"{array.shape} and dtype {array.dtype}. Give global indices."
         )
-    return array.astype(np.int64)
+    return array.astype(np.int64, copy=False)

@@ -69,12 +69,8 @@ class Pattern:
         The colours of this rank's columns for `sparse_jacobian`, or None if they are not known.
     assembly
         The map from given to stored values, or None if they are the same.
-    rows, columns
-        The local row and global column of each entry, in row order (sorted by row, then column).
-    order
-        The position, among the stored values, of each entry in row order, shape (nnz,). Values are
-        stored in the order in which the entries were given, or in row order if they need assembly
-        (see `from_coo`).
+    columns
+        The global column of each entry, in row order (sorted by row, then column).
     row_starts
         The start of each row in row order, shape (n_local + 1,).
     diagonal
@@ -149,29 +145,28 @@ class Pattern:
 
         self.n_given = len(i)
         is_local = bool(np.all((i >= offset) & (i < offset + own_rows)))
-        order, ordered = (
-            row_order(i - offset, j, wide) if is_local else (np.zeros(0, np.int64), False)
-        )
-        if self.comm.mpi.allreduce(
-            not is_local or bool(repeated(i[order], j[order]).any()), MPI.LOR
-        ):
+        order = row_order(i - offset, j, wide) if is_local else None
+        sorted_entries = (i, j) if order is None else (i[order], j[order])
+        if self.comm.mpi.allreduce(not is_local or bool(repeated(*sorted_entries).any()), MPI.LOR):
             starts = np.concatenate([[0], np.cumsum(sizes[:, 0])])
             self.assembly = Assembly(self.comm, i, j, starts, wide)
-            i, j = self.assembly.rows, self.assembly.columns
-            order, ordered = np.arange(len(i)), True
-        local = i - offset
+            order, sorted_entries = None, self.assembly.pop_entries()
+        i, j = sorted_entries
         self.n_rows, self.offset, self.n_local, self.nnz = total, offset, own_rows, len(i)
         self.n_columns, self.column_offset = wide, column_offset
         self.n_local_columns = own_columns
         self.is_square = bool(np.all(sizes[:, 0] == sizes[:, 1]))
-        self.order, self.is_ordered = order, ordered
-        self.rows, self.columns = (local, j) if ordered else (local[order], j[order])
-        counts = np.bincount(self.rows, minlength=own_rows)
+        self._order, self.is_ordered = order, order is None
+        self.columns = np.array(j)
+        counts = np.bincount(i - offset, minlength=own_rows)
         self.row_starts = np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
         self.diagonal = np.full(own_rows, -1, np.int64)
-        on_diagonal = self.columns == self.rows + offset
-        self.diagonal[self.rows[on_diagonal]] = order[on_diagonal]
-        self.ghosts = GhostExchange(own_columns, j, self.comm)
+        on_diagonal = np.flatnonzero(i == j)
+        self.diagonal[i[on_diagonal] - offset] = (
+            on_diagonal if order is None else order[on_diagonal]
+        )
+        remote = (j < column_offset) | (j >= column_offset + own_columns)
+        self.ghosts = GhostExchange(own_columns, j[remote], self.comm)
         # The first row on any rank without a diagonal entry, or -1.
         bare = np.flatnonzero(self.diagonal < 0)
         first = self.comm.mpi.allgather(int(bare[0]) + offset if bare.size else -1)
@@ -410,6 +405,20 @@ class Pattern:
                 "Make it with that."
             )
         return self.stencil.positions
+
+    @property
+    def rows(self) -> np.ndarray:
+        """The local row of each entry, in row order, shape (nnz,). It is made in each call."""
+        return np.repeat(np.arange(self.n_local), np.diff(self.row_starts))
+
+    @property
+    def order(self) -> np.ndarray:
+        """The position, among the stored values, of each entry in row order, shape (nnz,).
+
+        Values are stored in the order in which the entries were given, or in row order if they need
+        assembly (see `from_coo`).
+        """
+        return np.arange(self.nnz) if self._order is None else self._order
 
     @functools.cached_property
     def diagonal_index(self) -> jax.Array:

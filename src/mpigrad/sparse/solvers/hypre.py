@@ -259,11 +259,13 @@ def _assembled(pattern: Pattern, amg: BoomerAMG, singular: bool) -> int:
         singular,
         amg.strong_threshold,
     )
-    arrays = [
-        np.ascontiguousarray(a, np.int64)
-        for a in (pattern.row_starts, pattern.columns, pattern.order)
+    entries = [
+        pattern.row_starts,
+        pattern.columns,
+        *([] if pattern.is_ordered else [pattern.order]),
     ]
-    starts, columns, order = (ctypes.c_void_p(a.ctypes.data) for a in arrays)
+    arrays = [np.ascontiguousarray(a, np.int64) for a in entries]
+    starts, columns, *order = (ctypes.c_void_p(a.ctypes.data) for a in arrays)
     create = library().mpigrad_hypre_create_assembled
     create.restype = ctypes.c_int64
     return create(
@@ -272,7 +274,7 @@ def _assembled(pattern: Pattern, amg: BoomerAMG, singular: bool) -> int:
         ctypes.c_int64(pattern.n_local),
         starts,
         columns,
-        None if pattern.is_ordered else order,
+        order[0] if order else None,
         ctypes.byref(options),
         ctypes.c_void_p(vectors.ctypes.data),
     )
