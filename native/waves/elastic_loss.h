@@ -6,7 +6,7 @@
 
 namespace mpigrad::waves::elastic {
 
-// What a wave has besides: the memories of the strain rates times dt. In the adjoint they are the filters f,
+// What a wave has besides: the memories of the strain rates. In the adjoint they are the filters f,
 // `rest` is h, and `plain` is a, where the wave's stresses are t. (In a fluid a is tiny, and would be lost in
 // differences of t and h.)
 template <class T, int N>
@@ -77,35 +77,33 @@ class Loss {
     if (acts()) w.memory = Memory(relaxation_.size() * sizeof(T));
   }
   void clear(Strains& w) const { std::fill_n(w.values(), relaxation_.size(), T(0)); }
-  // Between the memories and an array of a state, which has no dt.
+  // Between the memories and an array of a state.
   template <bool kIn, class Array>
   void transfer(const Strains& w, Array* state) const {
-    const T dt = slopes_.weights().dt;
     each_mechanism(w.values(), [&](int64_t l, const Rows& r, int64_t c, int64_t j, int64_t) {
       for (int k = 0; k < kStresses; ++k) {
         auto& there = state[(l * kStresses + k) * cells() + c];
         if constexpr (kIn)
-          r[k][j] = dt * there;
+          r[k][j] = there;
         else
-          there = r[k][j] / dt;
+          there = r[k][j];
       }
     });
   }
 
-  // From cotangents of the memories to filters and decaying parts, and back. `transfer` has multiplied by dt.
+  // From cotangents of the memories to filters and decaying parts, and back.
   void begin_adjoint(Strains& w, const Stress& stress) const {
     const int64_t size = relaxation_.size();
-    const T dt = slopes_.weights().dt;
     w.rest = Memory();
     if (std::any_of(w.values(), w.values() + size, [](T x) { return x != 0; })) {
       w.rest = Memory(size * sizeof(T));
       std::memcpy(w.decaying(), w.values(), size * sizeof(T));
       each_mechanism(w.decaying(), [&](int64_t, const Rows& h, int64_t, int64_t j, int64_t depth) {
-        const T x = h[0][j], z = h[kLast][j], mean = total<N>(x, h[1][j], z) / N, square = dt * dt;
-        const T share = 1 / (square * slopes_.weight(Slopes<T, N>::kNormal, depth));
+        const T x = h[0][j], z = h[kLast][j], mean = total<N>(x, h[1][j], z) / N;
+        const T share = 1 / slopes_.weight(Slopes<T, N>::kNormal, depth);
         h[0][j] = share * mean, h[1][j] = share * (x - mean);
         if (N == 3) h[2][j] = share * (z - mean);
-        for (int k = 0; k < kPairs; ++k) h[N + k][j] /= square * slopes_.weight(N + k, depth);
+        for (int k = 0; k < kPairs; ++k) h[N + k][j] /= slopes_.weight(N + k, depth);
       });
     }
     std::fill_n(w.values(), size, T(0));
@@ -124,12 +122,11 @@ class Loss {
       for (int k = 0; k < kStresses; ++k) std::copy_n(w.plain[k] + r.o, tile_.ny, stress[k] + r.o);
     });
     // The loss has filtered the first memories, too.
-    const T dt = slopes_.weights().dt;
     each_mechanism(w.values(), [&](int64_t l, const Rows& f, int64_t c, int64_t j, int64_t depth) {
       std::array<T, kStresses> values;
       Rows e, a;
       for (int k = 0; k < kStresses; ++k) {
-        values[k] = -dt * state[(l * kStresses + k) * cells() + c];
+        values[k] = -state[(l * kStresses + k) * cells() + c];
         e[k] = &values[k], a[k] = f[k] + j;
       }
       add_products(c, 0, 1, e, a, gradient_);
@@ -137,15 +134,13 @@ class Loss {
         const T decayed = w.decaying() ? relaxation_.at(w.decaying(), c / tile_.ny, l, k)[j] : T(0);
         return decayed - ratio(k)[c] * f[k][j];
       };
-      // Multiplied by dt twice, as `end` divides by it.
-      const T square = dt * dt;
       const T p = cotangent(0), dx = cotangent(1), dz = N == 3 ? cotangent(kLast) : T(0);
       std::array<T, kPairs> pairs;
       for (int k = 0; k < kPairs; ++k) pairs[k] = cotangent(N + k);
-      const T share = square * slopes_.weight(Slopes<T, N>::kNormal, depth);
+      const T share = slopes_.weight(Slopes<T, N>::kNormal, depth);
       f[0][j] = share * (p + dx), f[1][j] = share * (p - (dx + dz));
       if (N == 3) f[2][j] = share * (p + dz);
-      for (int k = 0; k < kPairs; ++k) f[N + k][j] = square * slopes_.weight(N + k, depth) * pairs[k];
+      for (int k = 0; k < kPairs; ++k) f[N + k][j] = slopes_.weight(N + k, depth) * pairs[k];
     });
   }
 

@@ -101,7 +101,6 @@ class LayerField {
   }
 
  private:
-  static constexpr size_t kColors = 16, kShift = 1088;  // as for Field
   static inline size_t next_color = 0;
   Memory memory_;
   int64_t cells_ = 0;

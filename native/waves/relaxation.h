@@ -1,5 +1,6 @@
-// Attenuation of elastic waves by standard linear solids (attenuation.py has the equations). With strain rates e
-// times dt, the mechanisms l have memories r_l in each cell and for each strain rate:
+// Attenuation of elastic waves by standard linear solids (attenuation.py has the equations). With strain rates
+// times dt, e, the mechanisms l have memories r_l in each cell and for each strain rate (gain is that of
+// attenuation.py over dt, half is times dt):
 //     r_l <- keep_l r_l + gain_l e,    m = sum of half_l (r_l before + r_l after),
 //     stress += U e - L m
 // with Hooke's laws of the unrelaxed moduli U and of the loss L. The memories do not depend on the moduli.
@@ -51,11 +52,11 @@ class Relaxation {
       for (int64_t l = 0; l < count_; ++l) {
         T *r = at(memory, row, l, k), *mean = m[k];
         const T *rate = e[k], keep = this->keep(l), gain = this->gain(l), half = this->half(l);
-        const T none = l ? T(1) : T(0);
+        if (l == 0) std::fill(mean + j0, mean + j1, T(0));
 #pragma omp simd
         for (int64_t j = j0; j < j1; ++j) {
           const T before = r[j], after = keep * before + gain * rate[j];
-          mean[j] = none * mean[j] + half * (before + after);
+          mean[j] += half * (before + after);
           r[j] = after;
         }
       }

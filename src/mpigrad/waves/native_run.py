@@ -342,7 +342,8 @@ def propagate(
     Parameters
     ----------
     models
-        This rank's tiles without absorbing layers, of the same dtype as all other arrays.
+        This rank's tiles, those of elastic waves with the absorbing layers, of the dtype of all
+        other arrays.
     amplitudes
         Amplitudes of the sources, shape (n_shots, n_sources, steps).
     state

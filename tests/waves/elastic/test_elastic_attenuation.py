@@ -159,6 +159,19 @@ def test_infinite_quality_is_the_elastic_run(comm):
     compare(without(*tiles), expected.gathers)
 
 
+@pytest.mark.thin(1, 2, reason="1: it compares with stored states")
+def test_runs_after_one_with_nan_and_with_stored_states_have_the_same_bits(comm):
+    elastic = model(comm)
+    aux, slope = gradient(elastic)
+    at = arrays(elastic)
+    jax.block_until_ready(propagate(elastic, {**at, "wavelets": jnp.nan * at["wavelets"]}).gathers)
+    again, same = gradient(elastic)
+    np.testing.assert_array_equal(again[0], aux[0])
+    jax.tree.map(np.testing.assert_array_equal, same, slope)
+    (_, state), stored = gradient(model(comm, storage=Storage(3)))
+    jax.tree.map(np.testing.assert_array_equal, (stored, state), (slope, aux[1]))
+
+
 def spectra(comm, wave, q):
     """Spectra of a plane pulse at two places of the x-axis, their frequencies, and the distance.
 

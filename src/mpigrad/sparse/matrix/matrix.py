@@ -138,9 +138,9 @@ def _with_ones(
 ) -> jax.Array:
     """Return zeros for entries that are not free, and ones on the diagonal of fixed rows."""
     # A fixed row without a stored diagonal is an error before: -1 is for rows that are not fixed.
-    # Indices that are not dropped are unique. If JAX did not know, its derivative would need an
-    # array of integers for all entries.
-    places = jnp.where(fixed, diagonal, nnz)
+    # Indices are unique, also those that are dropped. If JAX did not know, the derivative would
+    # need an array of integers for all entries.
+    places = jnp.where(fixed, diagonal, nnz + jnp.arange(len(diagonal)))
     return jnp.where(free == 0, 0, values).at[places].set(1, mode="drop", unique_indices=True)
 
 

@@ -1,8 +1,8 @@
 """Elastic waves as a JAX program over mpigrad's messages.
 
-The native kernels are compared with this program. It is the form for three axes, and for other
-devices than CPUs. JAX differentiates it. Each rank sends two messages to every neighbour in each
-step. With the differences D+ (half a cell further) and D- (half a cell back), step n is:
+The native kernels are compared with this program. It is the form for other devices than CPUs. JAX
+differentiates it. Each rank sends two messages to every neighbour in each step. With the
+differences D+ (half a cell further) and D- (half a cell back), step n is:
 
     v_i += dt b_i (D+i s_ii + sum of D-j s_ij)
     s_ii += dt ((lambda + mu) e + mu (2 D-i v_i - e)),    e = sum of D-j v_j

@@ -136,7 +136,8 @@ class Scheme:
         shapes, constants, mechanisms = state_shapes(self.tile.shape, widths), [], 0
         if self.relaxation is not None:
             mechanisms = len(self.relaxation.times)
-            constants = [np.stack(step_constants(self.relaxation, self.dt), axis=-1).ravel()]
+            keep, gain, half = step_constants(self.relaxation, self.dt)
+            constants = [np.stack([keep, gain / self.dt, half * self.dt], axis=-1).ravel()]
             strains = len(shapes) - 2 * self.tile.grid.ndim
             shapes = (*shapes, (mechanisms, strains, *self.tile.shape))
         # The kernels have surfaces on last sides.
