@@ -41,6 +41,8 @@ request = mg.irecv(full(0), source=0, tag=4)
 print(stopped(lambda: mg.wait(request)))
 mg.send(full(8), dest=0, tag=4)
 print(mg.wait(request)[0])
+# Programs that a shell starts in the background ignore Ctrl-C.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()
 print(stopped(lambda: mg.recv(full(0), source=0)))
 print(mg.allreduce(full(9))[0])
