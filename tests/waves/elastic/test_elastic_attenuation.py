@@ -159,7 +159,6 @@ def test_infinite_quality_is_the_elastic_run(comm):
     compare(without(*tiles), expected.gathers)
 
 
-@pytest.mark.thin(1, 2, reason="1: it compares with stored states")
 def test_runs_after_one_with_nan_and_with_stored_states_have_the_same_bits(comm):
     elastic = model(comm)
     aux, slope = gradient(elastic)
