@@ -123,7 +123,9 @@ def test_children_of_a_rank_without_a_launcher(tmp_path: pathlib.Path) -> None:
 def test_a_program_without_a_launcher_starts_a_job(tmp_path: pathlib.Path) -> None:
     """What MPI has set for its single rank does not reach the ranks."""
     child = tmp_path / "child.py"
-    child.write_text("import mpigrad as mg, os\nprint(mg.default_communicator().size, end=' ')\n")
+    child.write_text(
+        "import mpigrad as mg, os\nprint(f'{mg.default_communicator().size} ', end='')\n"
+    )
     program = "import mpigrad as mg, subprocess, sys; mg.default_communicator()\n"
     words = ["-m", "mpigrad", "launch", "-n", "2", str(child)]
     program += f"sys.exit(subprocess.run([sys.executable, *{words!r}]).returncode)"

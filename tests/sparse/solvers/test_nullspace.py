@@ -69,7 +69,7 @@ def test_any_matrix_and_own_vectors(comm):
     "second derivatives through hypre and through own methods; test_errors solves too"
 )
 @pytest.mark.thin(3)
-@pytest.mark.cases("PCG*", reason="GMRES by hypre differs in the solve, which test_any_matrix has")
+@pytest.mark.cases("PCG*", reason="PCG by hypre has the same preconditioner and adjoint")
 @pytest.mark.parametrize("solver", SOLVERS.values(), ids=SOLVERS)
 def test_gradients_of_symmetric_systems(comm, solver):
     """The gradient of a consistent solve: its cotangent is not in the range."""
