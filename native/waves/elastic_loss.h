@@ -248,7 +248,7 @@ class Loss {
 
   // Adds the products of strain rates and scaled cotangents to the sums of the moduli.
   void add_products(int64_t c, int64_t j0, int64_t j1, const Rows& e, const Rows& a,
-                 const Sums& sums) const {
+                    const Sums& sums) const {
     T *bulk = sums.bulk + c, *shear = sums.shear + c;
     const T *x = e[0], *y = e[1], *z = e[kLast], *p = a[0], *dx = a[1], *dz = a[kLast];
 #pragma omp simd

@@ -162,7 +162,7 @@ class Slopes {
     at_surface<A>(r, true, k, vb, use), at_surface<B>(r, true, k, va, use);
   }
 
-  // The sums e, m, ... of a row, of this thread.
+  // One of four sets of rows that this thread may write, with the values of earlier uses.
   Rows scratch(int which) const {
     static thread_local std::vector<T> memory;
     const int64_t pitch = (tile_.ny + 31) / 16 * 16;
@@ -236,8 +236,8 @@ class Slopes {
   // Of the derivative along x or y of the stress or the velocity of component b. The memories of
   // stresses lie where they are differentiated.
   template <Layers L>
-  MPIGRAD_INLINE RowLayers<T> row_layers(int axis, int b, bool of_stress, const Row& r,
-                                                    const Memories& from, const Memories& to) const {
+  MPIGRAD_INLINE RowLayers<T> row_layers(int axis, int b, bool of_stress, const Row& r, const Memories& from,
+                                         const Memories& to) const {
     RowLayers<T> f{};
     if (L == Layers::kNone) return f;
     const int64_t a = axis == 0 ? r.i : r.m, other = axis == 0 ? r.m : r.i;
@@ -273,7 +273,7 @@ class Slopes {
     const int64_t right = std::clamp(tile_.ny - columns.right_end(), left, r.j1);
     const auto end = [&](int64_t j0, int64_t j1, int64_t place) {
       const EndLayers<T> layers{from[kLast][k] + place, profile.a(L), profile.b(), to[kLast][k] + place,
-                                           columns.next_row()};
+                                columns.next_row()};
       slope_at_end<L, kAhead>(field, j0, j1, near, far, dt, layers, add);
     };
     if (r.j0 < left) end(r.j0, left, columns.left(r.i, r.m));

@@ -236,6 +236,7 @@ def _describe(
         fingerprint=settings.fingerprint,
         dt=settings.dt,
         spacing=(*(turns[axis] * tile.grid.spacing[axis] for axis in axes), *(1.0,) * missing),
+        surface=-1,
     )
     if isinstance(physics, AcousticSettings):
         d.stable_length = physics.stable_length
@@ -245,7 +246,8 @@ def _describe(
         d.n_components = len(physics.component_kinds)
         d.component_kinds = (ctypes.c_int64 * d.n_components)(*physics.component_kinds)
         d.mechanisms = physics.mechanisms
-        d.surface = -1 if physics.surface is None else axes.index(physics.surface)
+        if physics.surface is not None:
+            d.surface = axes.index(physics.surface)
     return d
 
 

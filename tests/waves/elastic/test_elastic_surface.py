@@ -184,7 +184,7 @@ def test_opposite_sides_are_mirror_images(comm, alone, gradients):
 
 
 @LONG
-@pytest.mark.ranks(1, 2)
+@pytest.mark.ranks(1, 2, 3)
 @pytest.mark.cases("x0", reason="along rows, both phases in one pass are further apart")
 @pytest.mark.parametrize("side", ["x0", "y1", "z0"])
 def test_kernels_agree_with_the_reference_in_three_dimensions(comm, alone, side):
