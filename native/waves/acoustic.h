@@ -3,12 +3,18 @@
 // p = dt^2 c^2 v / later, later = (1 + sigma dt/2) (1 + tau dt/2), is the same step with the factors
 // of phi and psi inside the derivative. The history of a step is the term that c^2 multiplies. The
 // cotangent of the model is the sum over time of p times the history.
+//
+// With a density, c^2 is c^2 rho, the second derivatives are those of fluxes, and phi and psi are memories
+// of fluxes: they are multiplied by beta, and sources are divided by rho (model.py). So a step is linear in
+// the buoyancies and in beta. For their cotangents the history also has the pressure at the start of
+// the step. In the adjoint phi and psi are multiplied by beta, so that neighbours need not know it.
 #pragma once
 
 #include <limits>
 
 #include "waves/acoustic_model.h"
 #include "waves/propagate.h"
+#include "waves/registers.h"
 #include "waves/rim.h"
 
 namespace mpigrad::waves {
@@ -18,7 +24,9 @@ class Acoustic {
  public:
   using Value = T;
   static constexpr int kPhases = 1;
-  static int models(const Setup&) { return 1; }
+  // Buoyancies to the next R cells along x, then along y, and beta of each axis.
+  static constexpr int kFluxes = 2 * R + 2;
+  static int models(const Setup& setup) { return setup.density ? 1 + kFluxes : 1; }
   static int fields(const Setup&) { return 3; }
   static constexpr bool kHistoryIsState = false;
 
@@ -30,6 +38,7 @@ class Acoustic {
   explicit Acoustic(const Setup& setup)
       : setup_(setup),
         tile_(setup.tile),
+        density_(setup.density),
         dt_(static_cast<T>(setup.dt)),
         area_(static_cast<T>(1 / (setup.spacing[0] * setup.spacing[1]))) {
     static constexpr double kSecond[2][3] = {{-2, 1, 0}, {-5. / 2, 4. / 3, -1. / 12}};
@@ -82,15 +91,28 @@ class Acoustic {
       const T c = dt_ * velocity_[m];
       k_[o] = c * c;
     });
+    if (!density_) return;
+    for (int f = 0; f < kFluxes; ++f)
+      for (Field<T>* field : {&flux_[f], &flux_sum_[f]}) {
+        *field = Field<T>(tile_);
+        field->clear();
+      }
+    each_flux([&](int f, int64_t o, int64_t m, T factor) { flux_[f][o] = factor * models[1 + f][m]; });
   }
 
   void load_tangents(const Arrays<const T>& tangents) {
     each_cell([&](int64_t o, int64_t m) { sum_[o] = 2 * dt_ * dt_ * velocity_[m] * tangents[0][m]; });
+    if (!density_) return;
+    each_flux([&](int f, int64_t o, int64_t m, T factor) { flux_sum_[f][o] = factor * tangents[1 + f][m]; });
   }
 
   void gradient(const Arrays<T>& models) const {
     std::fill_n(models[0], tile_.lx * tile_.ly, T(0));
     each_cell([&](int64_t o, int64_t m) { models[0][m] += 2 * sum_[o] / velocity_[m]; });
+    if (!density_) return;
+    each_flux([&](int f, int64_t o, int64_t m, T factor) {
+      models[1 + f][m] = f < 2 * R ? factor * flux_sum_[f][o] : flux_sum_[f][o] / flux_[f][o];
+    });
   }
 
   // ---- the state: the pressure, the one before, phi and psi in the layers ----
@@ -143,8 +165,8 @@ class Acoustic {
       wave.u[o] *= -k_[o] / earlier(i, j);
     });
     each_layer_cell([&](int64_t o, int64_t) {
-      wave.phi[o] = -wave.phi[o];
-      wave.psi[o] = -wave.psi[o];
+      wave.phi[o] *= density_ ? -flux_[2 * R][o] : T(-1);
+      wave.psi[o] *= density_ ? -flux_[2 * R + 1][o] : T(-1);
     });
   }
 
@@ -156,8 +178,8 @@ class Acoustic {
       wave.u[o] *= -earlier(i, j) / k_[o];
     });
     each_layer_cell([&](int64_t o, int64_t) {
-      wave.phi[o] = -wave.phi[o];
-      wave.psi[o] = -wave.psi[o];
+      wave.phi[o] /= density_ ? -flux_[2 * R][o] : T(-1);
+      wave.psi[o] /= density_ ? -flux_[2 * R + 1][o] : T(-1);
     });
     end(wave, cotangents, shot);
   }
@@ -165,36 +187,32 @@ class Acoustic {
   // ---- a step ----
 
   int64_t depth() const { return 2; }
-  int64_t history_size() const { return tile_.nx * tile_.stride; }
+  // With a density, the pressure with its margin follows.
+  int64_t history_size() const { return tile_.nx * tile_.stride + (density_ ? tile_.padded() : 0); }
 
   T* first(Wave&) const { return nullptr; }
   int source_phase() const { return 0; }
   void prepare(int, Mode mode, Wave& wave, T* history, T* rim) const {
     if (mode != Mode::kReverse) return;
     T* rest = transfer_boxes<true>(tile_, rim_.ring, static_cast<T*>(wave.u), rim);
-    transfer_boxes<true>(tile_, rim_.outside, history, rest);
+    rest = transfer_boxes<true>(tile_, rim_.outside, history, rest);
+    if (!density_) return;
+    transfer_boxes<true>(tile_, rim_.outside, static_cast<T*>(wave.w), rest);
+    std::memcpy(pressure(history) - tile_.origin(), wave.w - tile_.origin(), tile_.padded() * sizeof(T));
   }
 
   void update(int, Mode mode, const Box& box, Wave& wave, T* history) const {
-    switch (mode) {
-      case Mode::kPlain: return rows<Mode::kPlain>(box, wave, history);
-      case Mode::kSave: return rows<Mode::kSave>(box, wave, history);
-      case Mode::kAdjoint: return rows<Mode::kAdjoint>(box, wave, history);
-      case Mode::kBorn: return rows<Mode::kBorn>(box, wave, history);
-      case Mode::kRim: return rows<Mode::kRim>(box, wave, history);
-      case Mode::kReverse: {
-        const Box part = rim_.part(box);
-        for (int64_t i = part.i0; i < part.i1; ++i)
-          inside<Mode::kReverse>(i, part.j0, part.j1, wave, history);
-      }
-    }
+    density_ ? update_as<true>(mode, box, wave, history) : update_as<false>(mode, box, wave, history);
   }
 
   // ---- boundary saving: the pressure before, around the inside, and the history outside ----
 
-  int64_t rim_size() const { return rim_.ring_cells + rim_.outside_cells; }
+  int64_t rim_size() const { return rim_.ring_cells + (density_ ? 2 : 1) * rim_.outside_cells; }
   void keep_before(const Wave& wave, T* rim) const {
     transfer_boxes<false>(tile_, rim_.ring, static_cast<T*>(wave.u), rim);
+    if (density_)
+      transfer_boxes<false>(tile_, rim_.outside, static_cast<T*>(wave.w),
+                            rim + rim_.ring_cells + rim_.outside_cells);
   }
   void keep_after(T* history, T* rim) const {
     transfer_boxes<false>(tile_, rim_.outside, history, rim + rim_.ring_cells);
@@ -241,6 +259,9 @@ class Acoustic {
     return (1 - damp_[0][i + R] * (dt_ / 2)) * (1 - damp_[1][j + R] * (dt_ / 2));
   }
 
+  // The pressure at the start of a step, in its history.
+  T* pressure(T* history) const { return history + tile_.nx * tile_.stride + tile_.origin(); }
+
   template <class F>
   void each_row(const F& f) const {
     for (int64_t i = 0; i < tile_.nx; ++i)
@@ -256,6 +277,19 @@ class Acoustic {
       for (int64_t m = 0; m < tile_.ly; ++m, ++j) f(tile_.at(i, j), row + m);
       for (; j < tile_.ny; ++j) f(tile_.at(i, j), row + tile_.ly - 1);
     }
+  }
+  // f(index of the field, its cell, the place in its model, the factor of the model in the field) for
+  // the buoyancies from a cell to that n cells further on, and for beta (n = 0).
+  template <class F>
+  void each_flux(const F& f) const {
+    for (int axis = 0; axis < 2; ++axis)
+      for (int n = 0; n <= R; ++n) {
+        const int field = n ? axis * R + n - 1 : 2 * R + axis;
+        const int64_t x = axis == 0 ? n : 0, y = axis == 1 ? n : 0, columns = tile_.ny + y;
+        const T factor = n ? (axis == 0 ? xx_ : yy_)[n] : T(1);
+        for (int64_t i = 0; i < tile_.nx + x; ++i)
+          for (int64_t j = 0; j < columns; ++j) f(field, tile_.at(i - x, j - y), i * columns + j, factor);
+      }
   }
   // Each cell of the layers, with its index.
   template <class F>
@@ -298,7 +332,24 @@ class Acoustic {
     list.push_back({psi, 1, tile_.nx - tile_.layers[1], tile_.nx});
   }
 
-  template <Mode M>
+  template <bool B>
+  void update_as(Mode mode, const Box& box, Wave& wave, T* history) const {
+    switch (mode) {
+      case Mode::kPlain: return rows<Mode::kPlain, B>(box, wave, history);
+      case Mode::kSave: return rows<Mode::kSave, B>(box, wave, history);
+      case Mode::kAdjoint: return rows<Mode::kAdjoint, B>(box, wave, history);
+      case Mode::kBorn: return rows<Mode::kBorn, B>(box, wave, history);
+      case Mode::kRim: return rows<Mode::kRim, B>(box, wave, history);
+      case Mode::kReverse: {
+        const Box part = rim_.part(box);
+        for (int64_t i = part.i0; i < part.i1; ++i)
+          inside<Mode::kReverse, B>(i, part.j0, part.j1, wave, history);
+      }
+    }
+  }
+
+  // B: with a density.
+  template <Mode M, bool B>
   void rows(const Box& box, Wave& wave, T* history) const {
     constexpr Mode kOutside = M == Mode::kRim ? Mode::kSave : M;
     constexpr Mode kInside = M == Mode::kRim ? Mode::kPlain : M;
@@ -306,18 +357,76 @@ class Acoustic {
     const int64_t right = std::clamp(tile_.ny - margin_[3], left, box.j1);
     for (int64_t i = box.i0; i < box.i1; ++i) {
       if (i < margin_[0] || i >= tile_.nx - margin_[1]) {
-        in_layer<kOutside>(i, box.j0, box.j1, wave, history);
+        in_layer<kOutside, B>(i, box.j0, box.j1, wave, history);
       } else {
-        if (box.j0 < left) in_layer<kOutside>(i, box.j0, left, wave, history);
-        inside<kInside>(i, left, right, wave, history);
-        if (right < box.j1) in_layer<kOutside>(i, right, box.j1, wave, history);
+        if (box.j0 < left) in_layer<kOutside, B>(i, box.j0, left, wave, history);
+        inside<kInside, B>(i, left, right, wave, history);
+        if (right < box.j1) in_layer<kOutside, B>(i, right, box.j1, wave, history);
       }
+      if (B && M == Mode::kSave) save_pressure(i, box.j0, box.j1, wave.w, pressure(history));
+      if (B && M == Mode::kAdjoint) add_faces(i, box.j0, box.j1, wave.w, pressure(history));
     }
     if (M == Mode::kSave) end_streams();
   }
 
+  // A row of the pressure, and what is beyond its ends. The first and last row: also the rows beyond.
+  void save_pressure(int64_t i, int64_t j0, int64_t j1, const T* from, T* to) const {
+    stream(to + tile_.at(i, j0), from + tile_.at(i, j0), j1 - j0);
+    const int64_t begin = j0 == 0 ? -R : j0, end = j1 == tile_.ny ? j1 + R : j1;
+    const auto copy = [&](int64_t row, int64_t a, int64_t b) {
+      std::memcpy(to + tile_.at(row, a), from + tile_.at(row, a), (b - a) * sizeof(T));
+    };
+    copy(i, begin, j0);
+    copy(i, j1, end);
+    for (int n = 1; n <= R; ++n) {
+      if (i == 0) copy(-n, begin, end);
+      if (i == tile_.nx - 1) copy(i + n, begin, end);
+    }
+  }
+
+  // Adds to the cotangents of a row of buoyancies, each from a cell to a later one. Those across the
+  // first faces are the neighbour's if there is one. v: the adjoint, w: the pressure.
+  void add_faces(int64_t i, int64_t j0, int64_t j1, const T* v, const T* w) const {
+    const int64_t o = tile_.at(i, 0), stride = tile_.stride;
+    const T* __restrict__ a = v + o;
+    const T* __restrict__ b = w + o;
+    T *x[R + 1], *y[R + 1];
+    for (int n = 1; n <= R; ++n) x[n] = flux_sum_[n - 1] + o, y[n] = flux_sum_[R + n - 1] + o;
+#pragma omp simd
+    for (int64_t j = j0; j < j1; ++j)
+      for (int n = 1; n <= R; ++n) {
+        const int64_t m = n * stride;
+        x[n][j] -= (a[j + m] - a[j]) * (b[j + m] - b[j]);
+        y[n][j] -= (a[j + n] - a[j]) * (b[j + n] - b[j]);
+      }
+    for (int n = 1; n <= R; ++n) {  // before the first cells the pressure is zero
+      for (int64_t j = j0; j < j1 && i < n && tile_.neighbor[0] == kNobody; ++j)
+        x[n][j - n * stride] -= a[j] * b[j];
+      for (int64_t j = j0; j < std::min<int64_t>(n, j1) && tile_.neighbor[2] == kNobody; ++j)
+        y[n][j - n] -= a[j] * b[j];
+    }
+  }
+
+  // The buoyancies of a row as factors of the differences of the pressure, or their tangents.
+  struct Factors {
+    const T *x[R + 1], *y[R + 1];
+    Factors(const std::array<Field<T>, kFluxes>& fields, int64_t o) {
+      for (int n = 1; n <= R; ++n) x[n] = fields[n - 1] + o, y[n] = fields[R + n - 1] + o;
+    }
+    // The derivatives of the fluxes of w.
+    MPIGRAD_INLINE T operator()(const T* w, int64_t j, int64_t stride) const {
+      T total = 0;
+      for (int n = 1; n <= R; ++n) {
+        const int64_t m = n * stride;
+        total += x[n][j] * (w[j + m] - w[j]) - x[n][j - m] * (w[j] - w[j - m]) +
+                 y[n][j] * (w[j + n] - w[j]) - y[n][j - n] * (w[j] - w[j - n]);
+      }
+      return total;
+    }
+  };
+
   // Without damping.
-  template <Mode M>
+  template <Mode M, bool B>
   void inside(int64_t i, int64_t j0, int64_t j1, Wave& wave, T* history) const {
     const int64_t o = tile_.at(i, 0), stride = tile_.stride;
     const T* __restrict__ w = wave.w + o;
@@ -325,9 +434,11 @@ class Acoustic {
     const T* __restrict__ k = k_ + o;
     T* __restrict__ h = history + (M == Mode::kPlain ? 0 : o);
     T* __restrict__ sum = sum_ + o;
+    const T* __restrict__ past = B && M == Mode::kBorn ? pressure(history) + o : nullptr;
     const T c0 = xx_[0] + yy_[0];
     T cx[R + 1], cy[R + 1];
     for (int n = 0; n <= R; ++n) cx[n] = xx_[n], cy[n] = yy_[n];
+    const Factors fluxes(flux_, B ? o : 0), moved(flux_sum_, B ? o : 0);
     // Only the adjoint reads the history of a step, so it is written past the caches.
     constexpr int64_t kLine = M == Mode::kSave ? 512 : std::numeric_limits<int64_t>::max() / 2;
     T line[M == Mode::kSave ? kLine : 1];
@@ -335,9 +446,10 @@ class Acoustic {
       const int64_t end = std::min(begin + kLine, j1);
 #pragma omp simd
       for (int64_t j = begin; j < end; ++j) {
-        T drive = c0 * w[j];
-        for (int n = 1; n <= R; ++n)
+        T drive = B ? fluxes(w, j, stride) : c0 * w[j];
+        for (int n = 1; n <= R && !B; ++n)
           drive += cx[n] * (w[j + n * stride] + w[j - n * stride]) + cy[n] * (w[j + n] + w[j - n]);
+        if (B && M == Mode::kBorn) drive += moved(past, j, stride);
         if (M == Mode::kAdjoint) sum[j] += w[j] * h[j];
         T next = 2 * w[j] - u[j] + k[j] * drive;
         if (M == Mode::kBorn) next += sum[j] * h[j];
@@ -349,7 +461,7 @@ class Acoustic {
     }
   }
 
-  template <Mode M>
+  template <Mode M, bool B>
   void in_layer(int64_t i, int64_t j0, int64_t j1, Wave& wave, T* history) const {
     const int64_t o = tile_.at(i, 0), stride = tile_.stride;
     const T* __restrict__ w = wave.w + o;
@@ -370,13 +482,22 @@ class Acoustic {
     T cx[R + 1], cy[R + 1], dx[R + 1], dy[R + 1];
     for (int n = 0; n <= R; ++n) cx[n] = xx_[n], cy[n] = yy_[n], dx[n] = x_[n], dy[n] = y_[n];
     const T c0 = cx[0] + cy[0];
+    constexpr bool kReads = B && (M == Mode::kAdjoint || M == Mode::kBorn);
+    const T* __restrict__ past = kReads ? pressure(history) + o : nullptr;
+    const Factors fluxes(flux_, B ? o : 0), moved(flux_sum_, B ? o : 0);
+    const T *wide_x = B ? flux_[2 * R] + o : nullptr, *wide_y = B ? flux_[2 * R + 1] + o : nullptr;
+    T *sum_x = B ? flux_sum_[2 * R] + o : nullptr, *sum_y = B ? flux_sum_[2 * R + 1] + o : nullptr;
 #pragma omp simd
     for (int64_t j = j0; j < j1; ++j) {
       const T t = sy[j];
-      T drive = c0 * w[j], wx = 0, wy = 0;
+      T drive = B ? fluxes(w, j, stride) : c0 * w[j], wx = 0, wy = 0, past_x = 0, past_y = 0;
       for (int n = 1; n <= R; ++n) {
         const int64_t m = n * stride;
-        drive += cx[n] * (w[j + m] + w[j - m]) + cy[n] * (w[j + n] + w[j - n]);
+        if (!B) drive += cx[n] * (w[j + m] + w[j - m]) + cy[n] * (w[j + n] + w[j - n]);
+        if (kReads) {
+          past_x += dx[n] * (past[j + m] - past[j - m]);
+          past_y += dy[n] * (past[j + n] - past[j - n]);
+        }
         wx += dx[n] * (w[j + m] - w[j - m]);
         wy += dy[n] * (w[j + n] - w[j - n]);
         if (M == Mode::kAdjoint) {
@@ -387,19 +508,30 @@ class Acoustic {
           drive += dx[n] * (phi[j + m] - phi[j - m]) + dy[n] * (psi[j + n] - psi[j - n]);
         }
       }
-      const T p = s * (dt / 2), q = t * (dt / 2);
+      if (B && M == Mode::kBorn) drive += moved(past, j, stride);
+      const T p = s * (dt / 2), q = t * (dt / 2), slope_x = gx[0] * (t - s), slope_y = gy[j] * (s - t);
       if (M == Mode::kAdjoint) sum[j] += w[j] * h[j];
       T next = (2 - 2 * p * q) * w[j] - (1 - p) * (1 - q) * u[j] + kk[j] * drive;
       if (M == Mode::kBorn) next += sum[j] * h[j];
       if (M == Mode::kSave) h[j] = drive;
       u[j] = next / ((1 + p) * (1 + q));
-      next_phi[j] = bx * phi[j] + (M == Mode::kAdjoint ? T(1) : gx[0] * (t - s)) * wx;
-      next_psi[j] = by[j] * psi[j] + (M == Mode::kAdjoint ? T(1) : gy[j] * (s - t)) * wy;
+      if (B) wx *= wide_x[j], wy *= wide_y[j];
+      next_phi[j] = bx * phi[j] + (M == Mode::kAdjoint ? T(1) : slope_x) * wx;
+      next_psi[j] = by[j] * psi[j] + (M == Mode::kAdjoint ? T(1) : slope_y) * wy;
+      if (B && M == Mode::kBorn) {
+        next_phi[j] += slope_x * sum_x[j] * past_x;
+        next_psi[j] += slope_y * sum_y[j] * past_y;
+      }
+      if (B && M == Mode::kAdjoint) {  // phi and psi have the opposite sign of cotangents
+        sum_x[j] -= slope_x * phi[j] * past_x;
+        sum_y[j] -= slope_y * psi[j] * past_y;
+      }
     }
   }
 
   const Setup& setup_;
   const Tile& tile_;
+  const bool density_;
   const T dt_, area_;
   T xx_[R + 1], yy_[R + 1], x_[R + 1], y_[R + 1];
   // Damping, and the factors of phi or psi and of the derivative in their update, with a margin of R.
@@ -410,6 +542,9 @@ class Acoustic {
   const T* velocity_ = nullptr;
   Field<T> k_;    // (dt c)^2
   Field<T> sum_;  // k times the cotangent of k, or in tangents the tangent of k
+  // With a density: buoyancies times the coefficients of the differences, and beta. Of the former the
+  // cotangents without these coefficients, of beta its cotangents times beta, or the tangents of all.
+  std::array<Field<T>, kFluxes> flux_, flux_sum_;
 };
 
 }  // namespace mpigrad::waves

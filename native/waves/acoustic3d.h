@@ -9,6 +9,12 @@
 //     next = 2 v - before + dt^2 c^2 (sum of the filtered second derivative of D' and of the derivative
 //                                     of e_half p, without any outer filter)
 //     p' = b_half p + the derivative of D',   z' = b z + v
+//
+// With a density (kDensity) the differences of D are multiplied by buoyancies between the cells, and the
+// derivative of the pressure in p by the first of them. c^2 includes the density, and p, z and sources
+// are divided by it (mpigrad/waves/acoustic/model.py). Every term is linear in the buoyancies, so their
+// cotangents are products of differences of D' and of the pressure, and of p' and of its derivative. The
+// history of a step has the pressure before it, too, with its margin.
 #pragma once
 
 #include "waves/acoustic_model.h"
@@ -22,15 +28,15 @@ namespace mpigrad::waves {
 
 // Only the steps of rows are compiled for each order of the differences, that is for each reach R of the
 // stencil.
-template <class T>
+template <class T, bool kDensity>
 class Acoustic3d {
  public:
   using Value = T;
+  static constexpr int kAxes = 3;
   static constexpr int kPhases = 1;
-  static int models(const Setup&) { return 1; }
+  static int models(const Setup& setup) { return kDensity ? 1 + kAxes * static_cast<int>(setup.tile.reach) : 1; }
   static int fields(const Setup&) { return 3; }
   static constexpr bool kHistoryIsState = false;
-  static constexpr int kAxes = 3;
 
   struct Wave {
     // Present and earlier pressure, or the next one, and the memories. Forward steps replace z in place.
@@ -56,7 +62,9 @@ class Acoustic3d {
       for (int n = 0; n <= reach; ++n) second_[axis][n] = static_cast<T>(kSecond[reach - 1][n] / (h * h));
       for (int n = 0; n < reach; ++n) first_[axis][n] = static_cast<T>(kFirst[reach - 1][n] / h);
       layers_[axis] = AxisLayers(tile_, static_cast<Axis>(axis), reach);
-      filter_[axis] = Filter(setup.profiles[axis], second_[axis], layers_[axis], reach);
+      static constexpr T kOnes[kReach + 1] = {1, 1, 1, 1, 1};  // faces have the coefficients
+      filter_[axis] = Filter(setup.profiles[axis], kDensity ? kOnes : second_[axis],
+                             kDensity ? 1 / second_[axis][1] : T(1), layers_[axis], reach);
     }
     std::array<int64_t, kSides> margin;
     for (int side = 0; side < kSides; ++side) margin[side] = tile_.layers[side] ? tile_.layers[side] + reach : 0;
@@ -83,15 +91,31 @@ class Acoustic3d {
       const T c = dt_ * velocity_[m];
       k_[o] = c * c;
     });
+    if (!kDensity) return;
+    for (int axis = 0; axis < kAxes; ++axis)
+      for (int n = 0; n < tile_.reach; ++n)
+        for (Field<T>* field : {&faces_[axis][n], &face_sums_[axis][n]}) {
+          *field = Field<T>(tile_);
+          field->clear();
+        }
+    each_face([&](int axis, int n, int model, int64_t o, int64_t k) {
+      faces_[axis][n][o] = second_[axis][n + 1] * models[model][k];
+    });
   }
 
   void load_tangents(const Arrays<const T>& tangents) {
     each_cell([&](int64_t o, int64_t m) { sum_[o] = 2 * dt_ * dt_ * velocity_[m] * tangents[0][m]; });
+    each_face([&](int axis, int n, int model, int64_t o, int64_t k) {
+      face_sums_[axis][n][o] = second_[axis][n + 1] * tangents[model][k];
+    });
   }
 
   void gradient(const Arrays<T>& models) const {
     std::fill_n(models[0], model_cells(), T(0));
     each_cell([&](int64_t o, int64_t m) { models[0][m] += 2 * sum_[o] / velocity_[m]; });
+    each_face([&](int axis, int n, int model, int64_t o, int64_t k) {
+      models[model][k] = second_[axis][n + 1] * face_sums_[axis][n][o];
+    });
   }
 
   // ---- the state: the pressure, the one before, and p and z of each axis in its layers ----
@@ -164,14 +188,22 @@ class Acoustic3d {
 
   // Order 8 gains little from more, and its frames between ranks are wider.
   int64_t depth() const { return tile_.reach > 2 ? 2 : 4; }
-  int64_t history_size() const { return tile_.nx * tile_.nm * history_stride_; }
+  int64_t history_size() const {
+    return drive_cells() + (kDensity ? (tile_.nx + 2 * tile_.reach) * tile_.plane : 0);
+  }
 
   T* first(Wave&) const { return nullptr; }
   int source_phase() const { return 0; }
   void prepare(int, Mode mode, Wave& wave, T* history, T* rim) const {
     if (mode != Mode::kReverse) return;
     T* rest = transfer_boxes<true>(tile_, rim_.ring, static_cast<T*>(wave.u), rim);
-    transfer_rows<true>(rim_.outside, rest, rows_of(history));
+    rest = transfer_rows<true>(rim_.outside, rest, rows_of(history));
+    if (!kDensity) return;
+    transfer_boxes<true>(tile_, rim_.outside, static_cast<T*>(wave.w), rest);
+    for (const Box& b : rim_.outside)
+      for (int64_t i = b.i0; i < b.i1; ++i)
+        for (int64_t m = b.m0; m < b.m1; ++m) keep_pressure(i, m, b.j0, b.j1, wave, history);
+    end_streams();
   }
 
   void update(int, Mode mode, const Box& box, Wave& wave, T* history) const {
@@ -182,9 +214,11 @@ class Acoustic3d {
 
   // ---- boundary saving: the pressure before, around the inside, and the history outside ----
 
-  int64_t rim_size() const { return rim_.ring_cells + rim_.outside_cells; }
+  int64_t rim_size() const { return rim_.ring_cells + (kDensity ? 2 : 1) * rim_.outside_cells; }
   void keep_before(const Wave& wave, T* rim) const {
-    transfer_boxes<false>(tile_, rim_.ring, static_cast<T*>(wave.u), rim);
+    T* rest = transfer_boxes<false>(tile_, rim_.ring, static_cast<T*>(wave.u), rim);
+    if (kDensity)
+      transfer_boxes<false>(tile_, rim_.outside, static_cast<T*>(wave.w), rest + rim_.outside_cells);
   }
   void keep_after(T* history, T* rim) const {
     transfer_rows<false>(rim_.outside, rim + rim_.ring_cells, rows_of(history));
@@ -243,7 +277,8 @@ class Acoustic3d {
     };
 
     Filter() = default;
-    Filter(const std::vector<double>& profiles, const T* second, const AxisLayers& layers,
+    // `entry`: a factor of what enters p.
+    Filter(const std::vector<double>& profiles, const T* second, T entry, const AxisLayers& layers,
            int64_t reach) {
       const int64_t n = static_cast<int64_t>(profiles.size()) / 6;
       const auto value = [&](int which, int64_t a) {
@@ -252,7 +287,7 @@ class Acoustic3d {
       for (int64_t a = -kMargin; a < n + kMargin; ++a) {
         const bool inside = a >= 0 && a < n;
         Factors f{value(0, a),         inside * value(1, a), inside * value(2, a), inside * value(4, a),
-                  inside * value(5, a), T(layers.has(a)),     {},                   layers.rows(a)};
+                  inside * value(5, a) * entry, T(layers.has(a)), {},               layers.rows(a)};
         for (int m = 1; m <= reach; ++m)  // at half of the distance
           f.ahead[m - 1] = second[m] * value(m % 2 ? 3 : 0, a + m / 2);
         factors_.push_back(f);
@@ -279,6 +314,9 @@ class Acoustic3d {
   };
 
   int64_t model_cells() const { return tile_.lx * tile_.lm * tile_.ly; }
+  // Of the history: first what drives each cell, then the pressure.
+  int64_t drive_cells() const { return tile_.nx * tile_.nm * history_stride_; }
+  T* pressure_of(T* history) const { return history + drive_cells() + tile_.origin(); }
   int64_t history_row(int64_t i, int64_t m) const { return (i * tile_.nm + m) * history_stride_; }
   auto rows_of(T* history) const {
     return [this, history](int64_t i, int64_t m) { return history + history_row(i, m); };
@@ -302,6 +340,22 @@ class Acoustic3d {
       for (int64_t z = 0; z < tile_.ly; ++z, ++j) f(tile_.at(i, m, j), row + z);
       for (; j < tile_.ny; ++j) f(tile_.at(i, m, j), row + tile_.ly - 1);
     });
+  }
+  // f(axis, n - 1, model, place in a field, index in the model) for the faces between the cells and those
+  // n further on. The models begin with the faces n cells before the tile.
+  template <class F>
+  void each_face(const F& f) const {
+    if (!kDensity) return;
+    int model = 0;
+    for (int axis = 0; axis < kAxes; ++axis)
+      for (int n = 1; n <= tile_.reach; ++n) {
+        const int64_t x = axis == kRows ? n : 0, y = axis == kMiddle ? n : 0, z = axis == kColumns ? n : 0;
+        int64_t k = 0;
+        ++model;
+        for (int64_t i = -x; i < tile_.nx; ++i)
+          for (int64_t m = -y; m < tile_.nm; ++m)
+            for (int64_t j = -z; j < tile_.ny; ++j) f(axis, n - 1, model, tile_.at(i, m, j), k++);
+      }
   }
   // The memories in the order of the state.
   template <class F>
@@ -383,11 +437,12 @@ class Acoustic3d {
     const int64_t left = std::clamp(columns.left_end(), j0, j1);
     const int64_t right = std::clamp(tile_.ny - columns.right_end(), left, j1);
     const int64_t end = std::min(j1, tile_.ny);
-    constexpr bool kBack = M == Mode::kAdjoint;
-    if (j0 < left) ends<R, kBack>(i, m, columns.left(i, m), j0, left, wave, lines.terms - j0);
-    if (right < end) ends<R, kBack>(i, m, columns.right(i, m), right, end, wave, lines.terms - j0);
-    const bool x = layers_[kRows].is_near(i, R), y = layers_[kMiddle].is_near(m, R);
     constexpr Mode kStep = step_of(M);
+    if (j0 < left) ends<R, kStep>(i, m, columns.left(i, m), j0, left, wave, lines.terms - j0, history);
+    if (right < end) ends<R, kStep>(i, m, columns.right(i, m), right, end, wave, lines.terms - j0, history);
+    if (kDensity && M == Mode::kAdjoint) first_faces<R>(i, m, j0, end, wave, history);
+    if (kDensity && (M == Mode::kSave || M == Mode::kReverse)) keep_pressure(i, m, j0, end, wave, history);
+    const bool x = layers_[kRows].is_near(i, R), y = layers_[kMiddle].is_near(m, R);
     if (x && y) cells<R, kStep, 2>(kRows, i, m, j0, j1, wave, lines, history);
     else if (x) cells<R, kStep, 1>(kRows, i, m, j0, j1, wave, lines, history);
     else if (y) cells<R, kStep, 1>(kMiddle, i, m, j0, j1, wave, lines, history);
@@ -402,6 +457,58 @@ class Acoustic3d {
       save(j0, stop);
     else if (M == Mode::kRim)
       save(j0, left), save(right, std::max(right, end));
+  }
+
+  // Keeps the pressure before a step in cells j0 to j1 of a row, and in the margin next to them.
+  void keep_pressure(int64_t i, int64_t m, int64_t j0, int64_t j1, const Wave& wave, T* history) const {
+    const int64_t reach = tile_.reach, begin = j0 == 0 ? -Tile::kMargin : j0;
+    const int64_t end = j1 == tile_.ny ? tile_.stride - Tile::kMargin : j1;
+    for (int64_t x = i ? i : -reach; x <= (i < tile_.nx - 1 ? i : i + reach); ++x)
+      for (int64_t y = m ? m : -reach; y <= (m < tile_.nm - 1 ? m : m + reach); ++y) {
+        const int64_t o = tile_.at(x, y, begin);
+        stream(pressure_of(history) + o, wave.w + o, end - begin);
+      }
+  }
+
+  // The buoyancies of a row along an axis, times coefficients, and the sums of their cotangents, or their
+  // tangents: between cell j and those n + 1 further on.
+  template <int R>
+  struct Faces {
+    const T* b[R];
+    T* sum[R];
+  };
+  template <int R>
+  MPIGRAD_INLINE Faces<R> faces(int axis, int64_t o) const {
+    Faces<R> f{};
+    if (!kDensity) return f;
+    for (int n = 0; n < R; ++n) f.b[n] = faces_[axis][n] + o, f.sum[n] = face_sums_[axis][n] + o;
+    return f;
+  }
+
+  // The cotangents of the faces before the first cells at sides of the grid. Beyond them all is zero.
+  template <int R>
+  void first_faces(int64_t i, int64_t m, int64_t j0, int64_t j1, const Wave& wave, T* history) const {
+    const int64_t o = tile_.at(i, m, 0);
+    const T *w = wave.w + o, *before = pressure_of(history) + o;
+    for (int axis : {kRows, kMiddle}) {
+      const int64_t a = axis == kRows ? i : m, step = axis == kRows ? tile_.plane : tile_.stride;
+      if (a >= R || tile_.neighbor[2 * axis] != kNobody) continue;
+      const typename Filter::Factors* f = filter_[axis].at(a);
+      const T* z = wave.z[axis] + f->rows.first + (axis == kRows ? m : i) * f->rows.pitch;
+      const Faces<R> face = faces<R>(axis, o);
+      for (int64_t n = a; n < R; ++n)
+        for (int64_t j = j0; j < j1; ++j)
+          face.sum[n][j - (n + 1) * step] -= f[-n - 1].ahead[n] * (f->k * w[j] + f->e * z[j]) * before[j];
+    }
+    if (tile_.neighbor[2 * kColumns] != kNobody) return;
+    const Filter& f = filter_[kColumns];
+    const T* z = wave.z[kColumns] + layers_[kColumns].left(i, m);
+    const Faces<R> face = faces<R>(kColumns, o);
+    for (int64_t j = j0; j < std::min<int64_t>(R, j1); ++j)
+      for (int64_t n = j; n < R; ++n) {
+        const T memory = layers_[kColumns].left_end() ? f.e()[j] * z[j] : T(0);
+        face.sum[n][j - n - 1] -= f.ahead(n)[j - n - 1] * (f.k()[j] * w[j] + memory) * before[j];
+      }
   }
 
   // What a row reads and writes of the layers of x or y.
@@ -443,36 +550,68 @@ class Acoustic3d {
     prefetch(r.z[2 * R] + j + next), prefetch(r.next_z + j + next);
   }
 
+  // A cell's second derivative outside of layers, without the part of the cell itself if the density is
+  // constant. `before`: the pressure before the step.
+  template <Mode M, int R>
+  MPIGRAD_INLINE static T along(const T* w, int64_t j, int64_t step, const T* second, const Faces<R>& face,
+                                const T* before) {
+    T sum = 0;
+    for (int n = 1; n <= R; ++n) {
+      const int64_t far = n * step;
+      if (!kDensity) {
+        sum += second[n] * (w[j + far] + w[j - far]);
+        continue;
+      }
+      const T up = w[j + far] - w[j];
+      sum += face.b[n - 1][j] * up - face.b[n - 1][j - far] * (w[j] - w[j - far]);
+      if (M == Mode::kAdjoint) face.sum[n - 1][j] -= up * (before[j + far] - before[j]);
+      if (M == Mode::kBorn)
+        sum += face.sum[n - 1][j] * (before[j + far] - before[j]) -
+               face.sum[n - 1][j - far] * (before[j] - before[j - far]);
+    }
+    return sum;
+  }
+
   // A cell's second derivative along x or y, filtered in layers, whose memories it steps. `second`: the
   // coefficients outside of layers.
-  template <bool kBack, bool kLayers, int R>
+  template <Mode M, bool kLayers, int R>
   MPIGRAD_INLINE static T across(const T* w, int64_t j, int64_t step, const T* second,
-                                 const Memories<R>& r) {
-    T sum = 0;
-    if (!kLayers) {
-      for (int n = 1; n <= R; ++n) sum += second[n] * (w[j + n * step] + w[j - n * step]);
-      return sum;
-    }
-    T slope = 0;
+                                 const Memories<R>& r, const Faces<R>& face, const T* before) {
+    if (!kLayers) return along<M>(w, j, step, second, face, before);
+    constexpr bool kBack = M == Mode::kAdjoint, kBorn = M == Mode::kBorn && kDensity;
+    // Of faces, and of their tangents or cotangents.
+    const auto b = [&](int n, int64_t at) { return kDensity ? face.b[n][at] : T(1); };
+    T sum = 0, slope = 0, slope_before = 0;
+    if (kDensity && (kBack || kBorn))
+      for (int n = 0; n < R; ++n)
+        slope_before += r.first[n] * (before[j + (n + 1) * step] - before[j - n * step]);
     if (kBack) {
       T d[2 * R + 1];
       for (int n = 0; n <= 2 * R; ++n) d[n] = r.k[n] * w[j + (n - R) * step] + r.e[n] * r.z[n][j];
       for (int n = 0; n < R; ++n) {
-        sum += r.ahead[n] * (d[R + n + 1] - d[R]) - r.behind[n] * (d[R] - d[R - n - 1]);
-        const T before = r.e_half[R - n - 1] * r.p[R - n - 1][j];
-        sum += r.first[n] * (r.e_half[R + n] * r.p[R + n][j] - before);
+        const int64_t far = (n + 1) * step;
+        const T up = r.ahead[n] * (d[R + n + 1] - d[R]);
+        sum += b(n, j) * up - r.behind[n] * b(n, j - far) * (d[R] - d[R - n - 1]);
+        const T behind = r.e_half[R - n - 1] * b(0, j - far) * r.p[R - n - 1][j];
+        sum += r.first[n] * (r.e_half[R + n] * b(0, j + n * step) * r.p[R + n][j] - behind);
         slope += r.first[n] * (d[R + n + 1] - d[R - n]);
+        if (kDensity) face.sum[n][j] -= up * (before[j + far] - before[j]);
       }
+      if (kDensity) face.sum[0][j] -= r.e_half[R] * slope_before * r.p[R][j];
       r.next_p[j] = r.b_half * r.p[R][j] + slope;
       r.next_z[j] = r.b * r.z[R][j] + w[j];
       return sum;
     }
     for (int n = 0; n < R; ++n) {
       const int64_t far = (n + 1) * step;
-      sum += r.ahead[n] * (w[j + far] - w[j]) - r.behind[n] * (w[j] - w[j - far]);
+      sum += r.ahead[n] * b(n, j) * (w[j + far] - w[j]) - r.behind[n] * b(n, j - far) * (w[j] - w[j - far]);
       sum += r.first[n] * (r.p[R + n][j] - r.p[R - n - 1][j]);
       slope += r.first[n] * (w[j + far] - w[j - n * step]);
+      if (kBorn)
+        sum += r.ahead[n] * face.sum[n][j] * (before[j + far] - before[j]) -
+               r.behind[n] * face.sum[n][j - far] * (before[j] - before[j - far]);
     }
+    slope = b(0, j) * slope + (kBorn ? face.sum[0][j] * slope_before : T(0));
     const T memory = r.z[R][j];
     r.next_p[j] = r.b_half * r.p[R][j] + r.e_half[R] * slope;
     r.next_z[j] = r.b * memory + r.e[R] * sum;
@@ -508,7 +647,9 @@ class Acoustic3d {
     T cz[R + 1], ca[R + 1], cb[R + 1];  // copied, so that no store can change them
     for (int n = 0; n <= R; ++n)
       cz[n] = second_[kColumns][n], ca[n] = second_[a][n], cb[n] = second_[b][n];
-    const T c0 = cz[0] + (kNear > 0 ? 0 : ca[0]) + (kNear > 1 ? 0 : cb[0]);
+    const T c0 = kDensity ? T(0) : cz[0] + (kNear > 0 ? 0 : ca[0]) + (kNear > 1 ? 0 : cb[0]);
+    const Faces<R> face = faces<R>(kColumns, o), face_a = faces<R>(a, o), face_b = faces<R>(b, o);
+    const T* before = kDensity && (M == Mode::kAdjoint || M == Mode::kBorn) ? pressure_of(history) + o : w;
     in_registers(j0, j1, [&](int64_t begin, auto count) __attribute__((always_inline)) {
       for (const T* next : {w + R * plane + stride, static_cast<const T*>(u + stride), k + stride})
         prefetch(next + begin);
@@ -517,10 +658,9 @@ class Acoustic3d {
       if (kNear > 1) prefetch(layers_b, begin, layers_[b].next_row());
 #pragma omp simd
       for (int64_t j = begin; j < begin + count; ++j) {
-        T drive = c0 * w[j] + terms[j];
-        for (int n = 1; n <= R; ++n) drive += cz[n] * (w[j + n] + w[j - n]);
-        drive += across<kBack, (kNear > 0)>(w, j, step_a, ca, layers_a) +
-                 across<kBack, (kNear > 1)>(w, j, step_b, cb, layers_b);
+        T drive = c0 * w[j] + terms[j] + along<M>(w, j, 1, cz, face, before);
+        drive += across<M, (kNear > 0)>(w, j, step_a, ca, layers_a, face_a, before) +
+                 across<M, (kNear > 1)>(w, j, step_b, cb, layers_b, face_b, before);
         if (M == Mode::kAdjoint) sum[j] += w[j] * h[j];
         T next = 2 * w[j] - u[j] + k[j] * drive;
         if (M == Mode::kBorn) next += sum[j] * h[j];
@@ -532,50 +672,68 @@ class Acoustic3d {
 
   // Terms of the layers along the columns at an end of a row, and the step of their memories. The row's
   // cell 0 would be at `place` of them.
-  template <int R, bool kBack>
+  template <int R, Mode M>
   void ends(int64_t i, int64_t m, int64_t place, int64_t j0, int64_t j1, Wave& wave,
-            T* __restrict__ terms) const {
+            T* __restrict__ terms, T* history) const {
+    constexpr bool kBack = M == Mode::kAdjoint, kBorn = M == Mode::kBorn && kDensity;
     const Filter& f = filter_[kColumns];
-    const T* __restrict__ w = wave.w + tile_.at(i, m, 0);
+    const int64_t o = tile_.at(i, m, 0);
+    const T* __restrict__ w = wave.w + o;
+    const T* before = kDensity && (kBack || kBorn) ? pressure_of(history) + o : wave.w + o;
     const T* __restrict__ p = wave.p[kColumns] + place;
     const T* z = wave.z[kColumns] + place;
     T* __restrict__ next_p = wave.next_p[kColumns] + place;
     T* next_z = (kBack ? wave.next_z[kColumns] : wave.z[kColumns]) + place;
     const T *k = f.k(), *b = f.b(), *e = f.e(), *b_half = f.b_half(), *e_half = f.e_half();
     const T* within = f.within();
+    const Faces<R> face = faces<R>(kColumns, o);
     const T* ahead[R];
     T second[R], first[R];
-    for (int n = 0; n < R; ++n)
-      ahead[n] = f.ahead(n), second[n] = second_[kColumns][n + 1], first[n] = first_[kColumns][n];
+    for (int n = 0; n < R; ++n) {
+      ahead[n] = f.ahead(n), first[n] = first_[kColumns][n];
+      second[n] = kDensity ? T(1) : second_[kColumns][n + 1];
+    }
+    const auto of_face = [&](int n, int64_t at) { return kDensity ? face.b[n][at] : T(1); };
     in_registers(j0, j1, [&](int64_t begin, auto count) __attribute__((always_inline)) {
       for (const T* next : {p, z, static_cast<const T*>(next_p), static_cast<const T*>(next_z)})
         prefetch(next + begin + layers_[kColumns].next_row());
 #pragma omp simd
       for (int64_t j = begin; j < begin + count; ++j) {
-        T filtered = 0, plain = 0, slope = 0;
+        T filtered = 0, plain = 0, slope = 0, slope_before = 0;
+        if (kDensity && (kBack || kBorn))
+          for (int n = 0; n < R; ++n) slope_before += first[n] * (before[j + n + 1] - before[j - n]);
         if (kBack) {
           T d[2 * R + 1];
           for (int n = 0; n <= 2 * R; ++n)
             d[n] = k[j + n - R] * w[j + n - R] + e[j + n - R] * z[j + n - R];
           for (int n = 0; n < R; ++n) {
             const int far = n + 1;
-            filtered += ahead[n][j] * (d[R + far] - d[R]) - ahead[n][j - far] * (d[R] - d[R - far]);
-            filtered += first[n] * (e_half[j + n] * p[j + n] - e_half[j - far] * p[j - far]);
-            plain += second[n] * (w[j + far] - w[j] - (w[j] - w[j - far]));
+            const T up = ahead[n][j] * (d[R + far] - d[R]), plain_up = second[n] * (w[j + far] - w[j]);
+            filtered += of_face(n, j) * up - ahead[n][j - far] * of_face(n, j - far) * (d[R] - d[R - far]);
+            filtered += first[n] * (e_half[j + n] * of_face(0, j + n) * p[j + n] -
+                                    e_half[j - far] * of_face(0, j - far) * p[j - far]);
+            plain += of_face(n, j) * plain_up - second[n] * of_face(n, j - far) * (w[j] - w[j - far]);
             slope += first[n] * (d[R + far] - d[R - n]);
+            if (kDensity) face.sum[n][j] -= (up - plain_up) * (before[j + far] - before[j]);
           }
+          if (kDensity) face.sum[0][j] -= e_half[j] * slope_before * p[j];
           terms[j] = filtered - plain;
           next_z[j] = within[j] * (b[j] * z[j] + w[j]);
           next_p[j] = within[j] * (b_half[j] * p[j] + slope);
         } else {
           for (int n = 0; n < R; ++n) {
             const int far = n + 1;
-            const T up = w[j + far] - w[j], down = w[j] - w[j - far];
-            filtered += ahead[n][j] * up - ahead[n][j - far] * down;
+            T up = of_face(n, j) * (w[j + far] - w[j]), down = of_face(n, j - far) * (w[j] - w[j - far]);
             filtered += first[n] * (p[j + n] - p[j - far]);
-            plain += second[n] * (up - down);
             slope += first[n] * (w[j + far] - w[j - n]);
+            if (kBorn) {
+              up += face.sum[n][j] * (before[j + far] - before[j]);
+              down += face.sum[n][j - far] * (before[j] - before[j - far]);
+            }
+            filtered += ahead[n][j] * up - ahead[n][j - far] * down;
+            plain += second[n] * (up - down);
           }
+          slope = of_face(0, j) * slope + (kBorn ? face.sum[0][j] * slope_before : T(0));
           const T memory = z[j];
           terms[j] = k[j] * filtered + memory - plain;
           next_z[j] = b[j] * memory + e[j] * filtered;
@@ -598,6 +756,7 @@ class Acoustic3d {
   const T* velocity_ = nullptr;
   Field<T> k_;    // (dt c)^2
   Field<T> sum_;  // k times the cotangent of k, or in tangents the tangent of k
+  Field<T> faces_[kAxes][kReach], face_sums_[kAxes][kReach];  // see Faces
 };
 
 }  // namespace mpigrad::waves

@@ -7,7 +7,7 @@
 
 namespace mpigrad::waves {
 
-constexpr int64_t kDescriptionVersion = 4;
+constexpr int64_t kDescriptionVersion = 5;
 
 struct RunDescription {
   int64_t version, size;     // kDescriptionVersion, sizeof(RunDescription)
@@ -27,6 +27,7 @@ struct RunDescription {
 
   // Acoustic waves.
   double stable_length;      // the largest stable time step times the largest velocity
+  int64_t density;           // 1: there are buoyancies
 
   // Elastic waves: Kind (elastic.h) of the sources and of each component of the receivers.
   int64_t source_kind;

@@ -131,7 +131,8 @@ struct Setup {
   int64_t fingerprint;  // equal on all ranks
   double dt;
   std::array<double, 3> spacing;
-  double stable_length;                    // acoustic: see RunDescription, as for the next three
+  double stable_length;                    // acoustic: see RunDescription, as for the next four
+  bool density;                            // acoustic
   int64_t source_kind, receivers;          // elastic
   std::vector<int64_t> component_kinds;    // elastic
   int64_t surface, mechanisms;             // elastic

@@ -106,6 +106,7 @@ MPIGRAD_EXPORT const char* mpigrad_waves_create_run(
   setup->dt = d.dt;
   std::copy(d.spacing, d.spacing + 3, setup->spacing.begin());
   setup->stable_length = d.stable_length;
+  setup->density = d.density != 0;
   setup->source_kind = d.source_kind;
   setup->receivers = d.receivers;
   setup->component_kinds.assign(d.component_kinds, d.component_kinds + d.n_components);

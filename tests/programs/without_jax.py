@@ -85,9 +85,9 @@ integer, data = ctypes.c_int64, ctypes.c_void_p
 sides = [-1, 1, -1, -1, -1, -1] if rank == 0 else [0, -1, -1, -1, -1, -1]
 directory = address([0], np.uint8)  # an empty text: no files
 description = struct.pack(
-    "28q5d3qq2q",
-    *(4, 312, 0, 0, nx, ny, 1, *[0] * 6, *sides, 2, steps, 1, 1, -1, 1 << 28, 0, directory, 7),
-    *(1e-3, 10.0, 10.0, 1.0, 6.0, 0, 1, 0, 0, -1, 0),
+    "28q5d4qq2q",
+    *(5, 320, 0, 0, nx, ny, 1, *[0] * 6, *sides, 2, steps, 1, 1, -1, 1 << 28, 0, directory, 7),
+    *(1e-3, 10.0, 10.0, 1.0, 6.0, 0, 0, 1, 0, 0, -1, 0),
 )
 run = integer()
 waves.mpigrad_waves_create_run.restype = ctypes.c_char_p

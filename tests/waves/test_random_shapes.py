@@ -69,7 +69,8 @@ def medium_of(model: Any, rng: np.random.Generator, dtype: Any) -> Any:
         return jnp.asarray(rng.uniform(low, high, model.grid.shape)[model.grid.slices], dtype)
 
     if isinstance(model, Acoustic):
-        return AcousticMedium(tile(1500, 2500))
+        velocity = tile(1500, 2500)
+        return AcousticMedium(velocity, tile(1000, 3000) if rng.integers(2) else None)
     vs = tile(600, 1300)
     medium = ElasticMedium.from_velocities(
         tile(1900, 2600), jnp.where(vs < 800, 0, vs), tile(1800, 2300)

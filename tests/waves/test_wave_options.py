@@ -22,7 +22,7 @@ from mpigrad.waves import (
     Survey,
     fit_relaxation,
 )
-from mpigrad.waves.options import AXES, PROGRAMS, check_options, runs_native
+from mpigrad.waves.options import AXES, PROGRAMS, runs_native
 
 PAGE = pathlib.Path(__file__).parents[2] / "docs" / "acoustic.md"
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -92,15 +92,10 @@ def test_every_case_has_the_options_of_the_table(comm: Communicator) -> None:
                 assert f"has no effect with keep={keep!r}. Leave one of both out." in text
 
 
-def test_options_that_only_jax_programs_have_select_one(comm: Communicator) -> None:
-    assert runs_native(model(comm, "Elastic", 2))
-    with pytest.raises(ValueError, match=r"Elastic: threads=2 .* JAX program .* \(chosen by "):
-        model(comm, "Elastic", 2, threads=2, backend="xla")
-    for axes in (2, 3):
-        plain = model(comm, "Acoustic", axes)
-        assert runs_native(plain)
-        assert not runs_native(plain, density=True)
-        check_options("Acoustic.propagate", model(comm, "Acoustic", axes), density=True)
+def test_kernels_are_the_default_on_cpus(comm: Communicator) -> None:
+    for kind, axes in itertools.product(("Acoustic", "Elastic"), (2, 3)):
+        assert runs_native(model(comm, kind, axes))
+        assert not runs_native(model(comm, kind, axes, backend="xla"))
 
 
 @pytest.mark.parametrize("kind", ["Acoustic", "Elastic"])
@@ -112,21 +107,6 @@ def test_a_free_surface_has_no_layer(comm: Communicator, kind: str) -> None:
         model(comm, kind, 3, free_surface="z0", pml=((2, 2),) * 3)
     with pytest.raises(ValueError, match=rf"{kind}: free_surface must be one of \('x0', 'x1', "):
         model(comm, kind, 2, free_surface="z0")
-
-
-@pytest.mark.parametrize("axes", [2, 3])
-def test_a_density_leaves_the_table_no_silent_options(comm: Communicator, axes: int) -> None:
-    wavelets, point = np.ones((1, 1, 4), np.float32), np.full((1, 1, axes), 55.0)
-    tile = np.full((12,) * axes, 2000.0, np.float32)
-    for option, columns in AXES.items():
-        if option in ("density", "free_surface", "relaxation") or columns[1]:
-            continue
-        given = model(comm, "Acoustic", axes, **SETTINGS[option])
-        with pytest.raises(ValueError, match=r"Acoustic.propagate: .* \(chosen by density\)"):
-            given.propagate(AcousticMedium(tile, tile), wavelets, Survey(point, point))
-    given = model(comm, "Acoustic", axes, backend="native")
-    with pytest.raises(ValueError, match=r'density is not an option of .* by backend="native"'):
-        given.propagate(AcousticMedium(tile, tile), wavelets, Survey(point, point))
 
 
 def markdown(head: tuple[str, ...], rows: Any) -> str:

@@ -49,7 +49,7 @@ __all__ = [
 # ---- Descriptions of runs for the native library ----
 
 
-_DESCRIPTION_VERSION = 4  # native/waves/description.h
+_DESCRIPTION_VERSION = 5  # native/waves/description.h
 
 
 class RunDescription(ctypes.Structure):
@@ -75,6 +75,7 @@ class RunDescription(ctypes.Structure):
         ("dt", ctypes.c_double),
         ("spacing", ctypes.c_double * 3),
         ("stable_length", ctypes.c_double),
+        ("density", ctypes.c_int64),
         ("source_kind", ctypes.c_int64),
         ("receivers", ctypes.c_int64),
         ("n_components", ctypes.c_int64),
@@ -111,9 +112,18 @@ class RunSettings:
 
 @dataclasses.dataclass(frozen=True)
 class AcousticSettings:
-    """The settings of acoustic waves: the largest stable time step times the largest velocity."""
+    """The settings of acoustic waves.
+
+    Attributes
+    ----------
+    stable_length
+        The largest stable time step times the largest velocity. Infinite: checked before the run.
+    density
+        Whether the models after the velocity are buoyancies.
+    """
 
     stable_length: float
+    density: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -240,6 +250,7 @@ def _describe(
     )
     if isinstance(physics, AcousticSettings):
         d.stable_length = physics.stable_length
+        d.density = physics.density
     else:
         d.source_kind = physics.source_kind
         d.receivers = max(physics.receivers, 1)

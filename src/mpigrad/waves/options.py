@@ -141,12 +141,12 @@ _WITH = {
 _BYTES, _PRECISION, _FILES = (f"Storage({s}=...)" for s in ("memory", "precision", "directory"))
 _STEPS, _ALL, _BOUNDARY = "Storage(k)", 'Storage("all")', 'Storage("boundary")'
 
-# The numbers of axes on which a program has an option. With an option that only JAX programs
-# have, the run is a JAX program.
+# The numbers of axes on which a program has an option. The kernels have all that the JAX programs
+# have, so they are the default on CPUs.
 PROGRAMS = (("Acoustic", "native"), ("Acoustic", "xla"), ("Elastic", "native"), ("Elastic", "xla"))
 AXES: dict[str, tuple[tuple[int, ...], ...]] = {
     "order=8": ((3,), (3,), (), ()),
-    "density": ((), (2, 3), (2, 3), (2, 3)),
+    "density": ((2, 3), (2, 3), (2, 3), (2, 3)),
     "free_surface": ((2, 3), (2, 3), (2, 3), (2, 3)),
     "relaxation": ((), (), (2, 3), (2, 3)),
     _ALL: ((2, 3), (2, 3), (2, 3), (2, 3)),
@@ -170,31 +170,22 @@ def is_native(backend: str | None) -> bool:
     return (backend or default) == "native"
 
 
-def runs_native(model: Any, *, density: bool = False) -> bool:
-    """Return whether a run of an `Acoustic` or `Elastic` uses the native kernels.
-
-    Parameters
-    ----------
-    density
-        Whether `propagate` of an `Acoustic` gets a density.
-    """
-    return _program(model, dict(_given(model, density)))[0] == "native"
+def runs_native(model: Any) -> bool:
+    """Return whether a run of an `Acoustic` or `Elastic` uses the native kernels."""
+    return _program(model)[0] == "native"
 
 
-def check_options(name: str, model: Any, *, density: bool = False) -> None:
+def check_options(name: str, model: Any) -> None:
     """Raise a ValueError of `name` if the run of a model lacks an option that is given.
 
     Parameters
     ----------
     model
         An `Acoustic` or `Elastic`, each of whose options is valid by itself.
-    density
-        Whether `propagate` of an `Acoustic` gets a density.
     """
-    options = dict(_given(model, density))
-    program, reason = _program(model, options)
+    program, reason = _program(model)
     physics, axes = type(model).__name__, model.grid.ndim
-    for option, text in options.items():
+    for option, text in _given(model):
         if axes in _axes(option, physics, program):
             continue
         there = [
@@ -213,23 +204,17 @@ def _axes(option: str, physics: str, program: str) -> tuple[int, ...]:
     return AXES[option][PROGRAMS.index((physics, program))]
 
 
-def _program(model: Any, options: dict[str, str]) -> tuple[Literal["native", "xla"], str]:
-    """Return the program that runs a model with these options, and the reason."""
+def _program(model: Any) -> tuple[Literal["native", "xla"], str]:
+    """Return the program that runs a model, and the reason."""
     if model.backend is not None:
         return model.backend, f'backend="{model.backend}"'
-    physics = type(model).__name__
-    for option, text in options.items():
-        if _axes(option, physics, "xla") and not _axes(option, physics, "native"):
-            return "xla", text
     return "native" if is_native(None) else "xla", f"JAX's backend, {jax.default_backend()}"
 
 
-def _given(model: Any, density: bool) -> Iterator[tuple[str, str]]:
+def _given(model: Any) -> Iterator[tuple[str, str]]:
     """Yield the options of a model that are not defaults, and their texts in errors."""
     if getattr(model, "order", None) == 8:
         yield "order=8", "order=8"
-    if density:
-        yield "density", "density"
     if getattr(model, "free_surface", None) is not None:
         yield "free_surface", f"free_surface={model.free_surface!r}"
     if getattr(model, "relaxation", None) is not None:

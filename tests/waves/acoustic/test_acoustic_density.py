@@ -1,4 +1,4 @@
-"""Acoustic waves with a variable density, on two and three axes."""
+"""Acoustic waves with a variable density, by the kernels and by the JAX program."""
 
 import jax
 import jax.numpy as jnp
@@ -8,7 +8,7 @@ from mpi4py import MPI
 
 import mpigrad
 from mpigrad.grid import Grid
-from mpigrad.waves import Acoustic, AcousticMedium, Survey
+from mpigrad.waves import Acoustic, AcousticMedium, Storage, Survey
 from mpigrad.waves.absorbing import WaveTile
 from mpigrad.waves.acoustic.reference import PATH, buoyancy_of, divergence
 from mpigrad.waves.acoustic.scheme import State, memory_size, pack, unpack
@@ -21,8 +21,6 @@ LIGHT, HEAVY = 1000.0, 2200.0
 _OTHER_LAYERS = pytest.mark.full("another order or other layers, by the same program")
 _OTHER_AXES = pytest.mark.full("tiles cut along the other axes, by the same program")
 BOTH = pytest.mark.parametrize("axes", [2, 3])
-# Short: a constant density on one rank, and a wave at a step of density on two.
-LONG = pytest.mark.long("it compiles the JAX program on each rank")
 
 
 def survey_of(axes):
@@ -101,7 +99,7 @@ def everything(acoustic):
 @pytest.mark.thin(1)
 @BOTH
 def test_a_constant_density_changes_nothing(comm, axes):
-    """Layers included: without a density, the program is that of the native kernels."""
+    """Layers included. Without a density, other kernels compute the run."""
     acoustic, survey = model(comm, axes), survey_of(axes)
     c, rho, wavelets, state = point(acoustic)
     constant = jnp.full_like(rho, 1234.5)
@@ -119,12 +117,36 @@ def test_a_constant_density_changes_nothing(comm, axes):
         np.testing.assert_allclose(value, other, rtol=0, atol=1e-12 * scale)
 
 
+@pytest.mark.long("it compiles the JAX program on each rank")
+@pytest.mark.parametrize(("axes", "order"), [
+    (2, 4), (3, 4), *(pytest.param(*case, marks=_OTHER_LAYERS) for case in [(2, 2), (3, 2)])
+])  # fmt: skip
+def test_the_kernels_are_the_jax_program(comm, axes, order):
+    """Results and gradients, from any state."""
+    native, program = (
+        everything(model(comm, axes, backend=backend, order=order)) for backend in ("native", "xla")
+    )
+    for value, other in zip(native, program, strict=True):
+        scale = comm.mpi.allreduce(np.max(np.abs(other), initial=0), op=MPI.MAX)
+        np.testing.assert_allclose(value, other, rtol=0, atol=1e-12 * scale)
+
+
+@BOTH
+@pytest.mark.parametrize("keep", [
+    "boundary", pytest.param(5, marks=pytest.mark.full("states are stored as without a density"))
+])  # fmt: skip
+def test_every_storage_has_the_same_gradient(comm, axes, keep):
+    kept, whole = (everything(model(comm, axes, storage=Storage(k))) for k in (keep, "all"))
+    for value, other in zip(kept, whole, strict=True):
+        scale = comm.mpi.allreduce(np.max(np.abs(other), initial=0), op=MPI.MAX)
+        np.testing.assert_allclose(value, other, rtol=0, atol=1e-12 * scale)
+
+
 CUTS = pytest.mark.parametrize(("axes", "axis"), [
     (2, 0), (2, 1), (3, 1), *(pytest.param(3, a, marks=_OTHER_AXES) for a in (0, 2))
 ])  # fmt: skip
 
 
-@LONG
 @pytest.mark.cases("2-0", "3-1", reason="both numbers of axes, cut across rows and along them")
 @CUTS
 def test_values_agree_with_one_rank(comm, alone, axes, axis):
@@ -151,7 +173,6 @@ def test_ranks_agree_with_one_rank(comm, alone, axes, axis):
         np.testing.assert_allclose(value, other, rtol=0, atol=1e-12 * scale)
 
 
-@LONG
 @pytest.mark.cases("3", reason="two axes have the Taylor expansion")
 @BOTH
 def test_the_adjoint_is_the_transpose(comm, axes):
@@ -159,7 +180,6 @@ def test_the_adjoint_is_the_transpose(comm, axes):
     mpigrad.dot_test(mpigrad.jit(run_of(acoustic)), *point(acoustic), comm=comm, rtol=1e-12)
 
 
-@LONG
 @pytest.mark.parametrize("axes", [
     2, pytest.param(3, marks=pytest.mark.full("a dot test has three axes, and takes less time"))
 ])  # fmt: skip

@@ -33,10 +33,10 @@ from mpigrad.waves.acoustic.reference import (
     propagate_plane,
     propagate_volume,
 )
-from mpigrad.waves.acoustic.scheme import AcousticMedium, Scheme, State, at_rest
+from mpigrad.waves.acoustic.scheme import AcousticMedium, Scheme, State, at_rest, memory_cells
 from mpigrad.waves.arguments import SECOND_DERIVATIVES, assert_same_run, wave_equation_limit
-from mpigrad.waves.native_run import propagate
-from mpigrad.waves.options import Storage, check_options, runs_native
+from mpigrad.waves.native_run import native_axes, propagate
+from mpigrad.waves.options import Storage, runs_native
 from mpigrad.waves.survey import Survey, point_table
 
 __all__ = ["Acoustic", "Recording"]
@@ -96,7 +96,7 @@ class Acoustic:
         Number of threads of the native kernels on each rank. Default: 1.
     backend
         "native" for the C++ kernels, or "xla" for a JAX program of the same scheme. Default:
-        "native" if JAX computes on CPUs. Runs with a density are JAX programs.
+        "native" if JAX computes on CPUs.
     free_surface
         A side without a layer, on which the pressure is zero: "x0" and "x1" are the sides before
         the first and behind the last cell along x, and so on. Default: none.
@@ -222,8 +222,7 @@ class Acoustic:
         ----------
         medium
             This rank's tiles, or the velocity alone, an array. The fields have its dtype. Cells of
-            the layers have the values of the nearest cell. With a density the run is a JAX program,
-            as with `backend="xla"`.
+            the layers have the values of the nearest cell.
         wavelets
             Time functions of the sources, shape (n_shots, n_sources, steps), or (1, n_sources,
             steps) if all shots have the same ones. The same on all ranks. Sample n acts at n dt as
@@ -247,8 +246,7 @@ class Acoustic:
         ValueError
             On all ranks, before the first step: if a shape or dtype is wrong, a source or receiver
             lies outside the model, the survey has another number of axes than the grid, only some
-            ranks give a density, an option of the model has no effect with a density, or a setting
-            or dtype differs between ranks (the text names it).
+            ranks give a density, or a setting or dtype differs between ranks (the text names it).
         RuntimeError
             On all ranks, before the first step: if a velocity or density is not positive and
             finite, or if `dt` is not stable (the text gives the largest stable one).
@@ -282,7 +280,6 @@ class Acoustic:
             arguments.check_gathers(name, gathers)
             tiles = {"velocity": velocity}
             if rho is not None:
-                check_options(name, self, density=True)
                 tiles["density"] = rho
             arguments.check_tiles(name, self.grid, tiles)
             arguments.check_wavelets(name, wavelets, survey, self.steps)
@@ -290,19 +287,22 @@ class Acoustic:
             if state is not None:
                 rest = jax.eval_shape(lambda: at_rest(scheme.tile, survey.n_shots, velocity.dtype))
                 arguments.check_state(name, scheme.tile, state, rest)
-        native = runs_native(self, density=rho is not None)
+        native = runs_native(self)
         settings = scheme.settings | {"backend": "native" if native else "xla"}
         assert_same_run(name, settings, velocity.dtype, self.grid.comm)
         fastest = jnp.max(jax.lax.stop_gradient(velocity))
         arguments.warn_of_units(self, scheme.limit / fastest, fastest)
         shape = (survey.n_shots, survey.n_sources, self.steps)
         amplitudes = jnp.broadcast_to(wavelets.astype(velocity.dtype), shape)
-        if native:
+        buoyancy = None if rho is None else buoyancy_of(scheme.tile, self.order, rho)
+        if not native or buoyancy is not None:
+            _require_stable(scheme, velocity, buoyancy)
+        if native and buoyancy is not None:
+            share, last = _propagate_native(scheme, velocity, buoyancy, amplitudes, state)
+        elif native:
             share, last = propagate(scheme.native, [velocity], amplitudes, state)
             last = State(*last)
         else:
-            buoyancy = None if rho is None else buoyancy_of(scheme.tile, self.order, rho)
-            _require_stable(scheme, velocity, buoyancy)
             if state is None:
                 state = at_rest(scheme.tile, survey.n_shots, velocity.dtype)
             program = propagate_plane if self.grid.ndim == 2 else propagate_volume
@@ -310,6 +310,33 @@ class Acoustic:
         if gathers == "complete":
             share = allreduce(share, comm=self.grid.comm)
         return Recording(share, last)
+
+
+def _propagate_native(
+    scheme: Scheme,
+    velocity: jax.Array,
+    buoyancy: Buoyancy,
+    amplitudes: jax.Array,
+    state: State | None,
+) -> tuple[jax.Array, State]:
+    """Return what the native kernels with buoyancies return.
+
+    They multiply dt^2 c^2 rho and the derivatives of the fluxes, so a source is divided by rho, and
+    so are the memories, which are parts of fluxes.
+    """
+    tile = scheme.tile
+    axes, cells = native_axes(tile.grid.ndim), memory_cells(tile)
+    root = jnp.sqrt(buoyancy.density[tile.interior])
+    models = [velocity * root, *(b for axis in axes for b in buoyancy.between[axis])]
+    inverse = buoyancy.wide if len(axes) == 2 else [buoyancy.cells] * len(cells)
+    if len(axes) == 2:
+        models += buoyancy.wide
+    factors = jnp.concatenate([b.ravel()[c] for b, c in zip(inverse, cells, strict=True)])
+    if state is not None:
+        state = State(state.field, state.previous, state.memory * factors)
+    run, sources = scheme.native_with_density, scheme.spread(amplitudes, buoyancy.cells)
+    share, (field, previous, memory) = propagate(run, models, sources, state)
+    return share, State(field, previous, memory / factors)
 
 
 def _require_stable(scheme: Scheme, velocity: jax.Array, buoyancy: Buoyancy | None) -> None:

@@ -182,6 +182,19 @@ class Scheme:
     @functools.cached_property
     def native(self) -> Run:
         """This scheme for the native library."""
+        points = (self.shots, self.survey.n_sources, self.sources)
+        return self._run(AcousticSettings(self.limit), points)
+
+    @functools.cached_property
+    def native_with_density(self) -> Run:
+        """The same with buoyancies. Each cell of a source is a source of its own."""
+        most, places = self._source_cells
+        starts = np.zeros(self.shots * most + 1, int)
+        starts[places + 1] = 1
+        cells = PointTable(np.cumsum(starts), self.sources.cells, np.ones(places.size))
+        return self._run(AcousticSettings(math.inf, density=True), (self.shots, most, cells))
+
+    def _run(self, physics: AcousticSettings, sources: tuple[int, int, PointTable]) -> Run:
         survey = self.survey
         receiver_shots = survey.receivers.shape[0]
         return Run(
@@ -195,12 +208,29 @@ class Scheme:
                 fingerprint=self.fingerprint,
                 dt=self.dt,
             ),
-            AcousticSettings(stable_length=self.limit),
+            physics,
             profiles=tuple(np.asarray(self.layers[a]) for a in native_axes(self.tile.grid.ndim)),
-            tables=(
-                (self.shots, survey.n_sources, self.sources),
-                (receiver_shots, survey.n_receivers, self.receivers),
-            ),
+            tables=(sources, (receiver_shots, survey.n_receivers, self.receivers)),
             shapes=(self.tile.shape, self.tile.shape, (memory_size(self.tile),)),
             gathers=(self.shots, survey.n_receivers, self.steps),
         )
+
+    @functools.cached_property
+    def _source_cells(self) -> tuple[int, Int[np.ndarray, " k"]]:
+        """The largest number of source cells of a shot, and the place of each one among so many."""
+        shots = self.sources.points // max(self.survey.n_sources, 1)
+        counts = np.bincount(shots, minlength=self.shots)
+        most = max(int(counts.max()), 1)
+        within = np.arange(len(shots)) - np.repeat(np.cumsum(counts) - counts, counts)
+        return most, shots * most + within
+
+    def spread(
+        self, amplitudes: Float[Array, "shots sources steps"], factors: Float[Array, "*cells"]
+    ) -> Float[Array, "shots _ steps"]:
+        """Return the amplitudes of each cell of the sources, times its factor."""
+        most, places = self._source_cells
+        flat = amplitudes.reshape(-1, amplitudes.shape[-1])
+        weights = factors.ravel()[self.sources.cells] * self.sources.weights.astype(flat.dtype)
+        whole = jnp.zeros((self.shots * most, flat.shape[-1]), flat.dtype)
+        whole = whole.at[places].set(weights[:, None] * flat[self.sources.points])
+        return whole.reshape(self.shots, most, flat.shape[-1])

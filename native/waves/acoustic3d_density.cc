@@ -1,0 +1,15 @@
+// The same with a variable density.
+#include "waves/acoustic3d.h"
+
+#include "waves/run_as.h"
+
+namespace mpigrad::waves {
+
+ffi::Error run_acoustic3d_density(Kind kind, Call& c, const Setup& setup, Arguments& in, Results& out,
+                                  bool rest, bool save) {
+  const bool doubles = in.get<Buffer>(0)->element_type() == ffi::F64;
+  const auto run = doubles ? run_as<Acoustic3d<double, true>> : run_as<Acoustic3d<float, true>>;
+  return run(kind, c, setup, in, out, rest, save);
+}
+
+}  // namespace mpigrad::waves
