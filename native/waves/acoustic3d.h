@@ -91,30 +91,25 @@ class Acoustic3d {
       const T c = dt_ * velocity_[m];
       k_[o] = c * c;
     });
-    if (!kDensity) return;
-    for (int axis = 0; axis < kAxes; ++axis)
-      for (int n = 0; n < tile_.reach; ++n)
-        for (Field<T>* field : {&faces_[axis][n], &face_sums_[axis][n]}) {
-          *field = Field<T>(tile_);
-          field->clear();
-        }
-    each_face([&](int axis, int n, int model, int64_t o, int64_t k) {
-      faces_[axis][n][o] = second_[axis][n + 1] * models[model][k];
+    clear_faces(faces_);
+    each_face(faces_, [&](T* row, int model, int64_t k, int64_t cells, T factor) {
+      for (int64_t j = 0; j < cells; ++j) row[j] = factor * models[model][k + j];
     });
   }
 
   void load_tangents(const Arrays<const T>& tangents) {
     each_cell([&](int64_t o, int64_t m) { sum_[o] = 2 * dt_ * dt_ * velocity_[m] * tangents[0][m]; });
-    each_face([&](int axis, int n, int model, int64_t o, int64_t k) {
-      face_sums_[axis][n][o] = second_[axis][n + 1] * tangents[model][k];
+    clear_faces(face_sums_);
+    each_face(face_sums_, [&](T* row, int model, int64_t k, int64_t cells, T factor) {
+      for (int64_t j = 0; j < cells; ++j) row[j] = factor * tangents[model][k + j];
     });
   }
 
   void gradient(const Arrays<T>& models) const {
     std::fill_n(models[0], model_cells(), T(0));
     each_cell([&](int64_t o, int64_t m) { models[0][m] += 2 * sum_[o] / velocity_[m]; });
-    each_face([&](int axis, int n, int model, int64_t o, int64_t k) {
-      models[model][k] = second_[axis][n + 1] * face_sums_[axis][n][o];
+    each_face(face_sums_, [&](const T* row, int model, int64_t k, int64_t cells, T factor) {
+      for (int64_t j = 0; j < cells; ++j) models[model][k + j] = factor * row[j];
     });
   }
 
@@ -159,7 +154,8 @@ class Acoustic3d {
     each_memory(wave, [&](T& value) { *memory++ = value; });
   }
 
-  void begin_adjoint(Wave& wave, const Arrays<const T>& cotangents, int64_t shot) const {
+  void begin_adjoint(Wave& wave, const Arrays<const T>& cotangents, int64_t shot) {
+    if (shot == 0) clear_faces(face_sums_);
     begin(wave, cotangents, shot);
     each_row([&](int64_t i, int64_t m, int64_t) {
       for (int64_t j = 0; j < tile_.ny; ++j) {
@@ -341,10 +337,18 @@ class Acoustic3d {
       for (; j < tile_.ny; ++j) f(tile_.at(i, m, j), row + tile_.ly - 1);
     });
   }
-  // f(axis, n - 1, model, place in a field, index in the model) for the faces between the cells and those
-  // n further on. The models begin with the faces n cells before the tile.
+  using FaceFields = std::array<std::array<Field<T>, kReach>, kAxes>;
+  void clear_faces(FaceFields& fields) {
+    for (int axis = 0; kDensity && axis < kAxes; ++axis)
+      for (int n = 0; n < tile_.reach; ++n) {
+        fields[axis][n] = Field<T>(tile_);
+        fields[axis][n].clear();
+      }
+  }
+  // f(row of a field, model, index in it, cells, coefficient of the differences) for the rows of faces
+  // between the cells and those n further on. The models begin with the faces n cells before the tile.
   template <class F>
-  void each_face(const F& f) const {
+  void each_face(const FaceFields& fields, const F& f) const {
     if (!kDensity) return;
     int model = 0;
     for (int axis = 0; axis < kAxes; ++axis)
@@ -353,8 +357,8 @@ class Acoustic3d {
         int64_t k = 0;
         ++model;
         for (int64_t i = -x; i < tile_.nx; ++i)
-          for (int64_t m = -y; m < tile_.nm; ++m)
-            for (int64_t j = -z; j < tile_.ny; ++j) f(axis, n - 1, model, tile_.at(i, m, j), k++);
+          for (int64_t m = -y; m < tile_.nm; ++m, k += tile_.ny + z)
+            f(fields[axis][n - 1] + tile_.at(i, m, -z), model, k, tile_.ny + z, second_[axis][n]);
       }
   }
   // The memories in the order of the state.
@@ -756,7 +760,7 @@ class Acoustic3d {
   const T* velocity_ = nullptr;
   Field<T> k_;    // (dt c)^2
   Field<T> sum_;  // k times the cotangent of k, or in tangents the tangent of k
-  Field<T> faces_[kAxes][kReach], face_sums_[kAxes][kReach];  // see Faces
+  FaceFields faces_, face_sums_;  // see Faces
 };
 
 }  // namespace mpigrad::waves
