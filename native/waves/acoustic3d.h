@@ -20,6 +20,7 @@
 #include "waves/acoustic_model.h"
 #include "waves/blocks.h"
 #include "waves/layer_field.h"
+#include "waves/layer_filter.h"
 #include "waves/propagate.h"
 #include "waves/registers.h"
 #include "waves/rim.h"
@@ -253,61 +254,13 @@ class Acoustic3d {
   }
 
  private:
+  using Filter = LayerFilter<T>;
+
   // Axes in the order of the grid: x, y, z.
   static constexpr int kOrder[kAxes] = {kRows, kMiddle, kColumns};
-  static constexpr int kReach = 4;        // the largest
+  static constexpr int kReach = Filter::kReach;
   static constexpr int64_t kLine = 512;  // cells of a row that are computed at once
   static constexpr int64_t kTogether = 2;  // rows behind each other, which read the same planes
-
-  // The factors of an axis' layers in its cells and at the faces behind them, with a margin. A face shared
-  // with a neighbour lies outside of the layers.
-  class Filter {
-   public:
-    // At one place of the axis. k: of what passes the filter, b and e: the decay of the memory, and the
-    // factor of what enters it.
-    struct Factors {
-      T k, b, e, b_half, e_half;
-      T within;    // 1 in the layers
-      T ahead[kReach];  // coefficients of the differences to the cells n + 1 further on
-      AxisLayers::Rows rows;
-    };
-
-    Filter() = default;
-    // `entry`: a factor of what enters p.
-    Filter(const std::vector<double>& profiles, const T* second, T entry, const AxisLayers& layers,
-           int64_t reach) {
-      const int64_t n = static_cast<int64_t>(profiles.size()) / 6;
-      const auto value = [&](int which, int64_t a) {
-        return static_cast<T>(profiles[which * n + std::clamp<int64_t>(a, 0, n - 1)]);
-      };
-      for (int64_t a = -kMargin; a < n + kMargin; ++a) {
-        const bool inside = a >= 0 && a < n;
-        Factors f{value(0, a),         inside * value(1, a), inside * value(2, a), inside * value(4, a),
-                  inside * value(5, a) * entry, T(layers.has(a)), {},               layers.rows(a)};
-        for (int m = 1; m <= reach; ++m)  // at half of the distance
-          f.ahead[m - 1] = second[m] * value(m % 2 ? 3 : 0, a + m / 2);
-        factors_.push_back(f);
-        k_.push_back(f.k), b_.push_back(f.b), e_.push_back(f.e), b_half_.push_back(f.b_half);
-        e_half_.push_back(f.e_half), within_.push_back(f.within);
-        for (int m = 0; m < reach; ++m) ahead_[m].push_back(f.ahead[m]);
-      }
-    }
-
-    const Factors* at(int64_t a) const { return factors_.data() + kMargin + a; }
-    // The same along the axis.
-    const T* k() const { return k_.data() + kMargin; }
-    const T* b() const { return b_.data() + kMargin; }
-    const T* e() const { return e_.data() + kMargin; }
-    const T* b_half() const { return b_half_.data() + kMargin; }
-    const T* e_half() const { return e_half_.data() + kMargin; }
-    const T* within() const { return within_.data() + kMargin; }
-    const T* ahead(int m) const { return ahead_[m].data() + kMargin; }
-
-   private:
-    static constexpr int64_t kMargin = 2 * kReach + kRegister;
-    std::vector<Factors> factors_;
-    std::vector<T> k_, b_, e_, b_half_, e_half_, within_, ahead_[kReach];
-  };
 
   int64_t model_cells() const { return tile_.lx * tile_.lm * tile_.ly; }
   // Of the history: first what drives each cell, then the pressure.
@@ -481,11 +434,13 @@ class Acoustic3d {
     const T* b[R];
     T* sum[R];
   };
-  template <int R>
+  template <int R, Mode M>
   MPIGRAD_INLINE Faces<R> faces(int axis, int64_t o) const {
     Faces<R> f{};
-    if (!kDensity) return f;
-    for (int n = 0; n < R; ++n) f.b[n] = faces_[axis][n] + o, f.sum[n] = face_sums_[axis][n] + o;
+    for (int n = 0; kDensity && n < R; ++n) {
+      f.b[n] = faces_[axis][n] + o;
+      if (M == Mode::kAdjoint || M == Mode::kBorn) f.sum[n] = face_sums_[axis][n] + o;
+    }
     return f;
   }
 
@@ -499,7 +454,7 @@ class Acoustic3d {
       if (a >= R || tile_.neighbor[2 * axis] != kNobody) continue;
       const typename Filter::Factors* f = filter_[axis].at(a);
       const T* z = wave.z[axis] + f->rows.first + (axis == kRows ? m : i) * f->rows.pitch;
-      const Faces<R> face = faces<R>(axis, o);
+      const Faces<R> face = faces<R, Mode::kAdjoint>(axis, o);
       for (int64_t n = a; n < R; ++n)
         for (int64_t j = j0; j < j1; ++j)
           face.sum[n][j - (n + 1) * step] -= f[-n - 1].ahead[n] * (f->k * w[j] + f->e * z[j]) * before[j];
@@ -507,7 +462,7 @@ class Acoustic3d {
     if (tile_.neighbor[2 * kColumns] != kNobody) return;
     const Filter& f = filter_[kColumns];
     const T* z = wave.z[kColumns] + layers_[kColumns].left(i, m);
-    const Faces<R> face = faces<R>(kColumns, o);
+    const Faces<R> face = faces<R, Mode::kAdjoint>(kColumns, o);
     for (int64_t j = j0; j < std::min<int64_t>(R, j1); ++j)
       for (int64_t n = j; n < R; ++n) {
         const T memory = layers_[kColumns].left_end() ? f.e()[j] * z[j] : T(0);
@@ -652,7 +607,7 @@ class Acoustic3d {
     for (int n = 0; n <= R; ++n)
       cz[n] = second_[kColumns][n], ca[n] = second_[a][n], cb[n] = second_[b][n];
     const T c0 = kDensity ? T(0) : cz[0] + (kNear > 0 ? 0 : ca[0]) + (kNear > 1 ? 0 : cb[0]);
-    const Faces<R> face = faces<R>(kColumns, o), face_a = faces<R>(a, o), face_b = faces<R>(b, o);
+    const Faces<R> face = faces<R, M>(kColumns, o), face_a = faces<R, M>(a, o), face_b = faces<R, M>(b, o);
     const T* before = kDensity && (M == Mode::kAdjoint || M == Mode::kBorn) ? pressure_of(history) + o : w;
     in_registers(j0, j1, [&](int64_t begin, auto count) __attribute__((always_inline)) {
       for (const T* next : {w + R * plane + stride, static_cast<const T*>(u + stride), k + stride})
@@ -690,7 +645,7 @@ class Acoustic3d {
     T* next_z = (kBack ? wave.next_z[kColumns] : wave.z[kColumns]) + place;
     const T *k = f.k(), *b = f.b(), *e = f.e(), *b_half = f.b_half(), *e_half = f.e_half();
     const T* within = f.within();
-    const Faces<R> face = faces<R>(kColumns, o);
+    const Faces<R> face = faces<R, M>(kColumns, o);
     const T* ahead[R];
     T second[R], first[R];
     for (int n = 0; n < R; ++n) {
