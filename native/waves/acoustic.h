@@ -41,13 +41,16 @@ class Acoustic {
         density_(setup.density),
         dt_(static_cast<T>(setup.dt)),
         area_(static_cast<T>(1 / (setup.spacing[0] * setup.spacing[1]))) {
-    static constexpr double kSecond[2][3] = {{-2, 1, 0}, {-5. / 2, 4. / 3, -1. / 12}};
-    static constexpr double kFirst[2][3] = {{0, 1. / 2, 0}, {0, 2. / 3, -1. / 12}};
+    static_assert(R == 2 || R == 4);
+    static constexpr double kSecond[2][5] = {{-5. / 2, 4. / 3, -1. / 12},
+                                             {-205. / 72, 8. / 5, -1. / 5, 8. / 315, -1. / 560}};
+    static constexpr double kFirst[2][5] = {{0, 2. / 3, -1. / 12}, {0, 4. / 5, -1. / 5, 4. / 105, -1. / 280}};
     for (int k = 0; k <= R; ++k) {
-      xx_[k] = static_cast<T>(kSecond[R - 1][k] / (setup.spacing[0] * setup.spacing[0]));
-      yy_[k] = static_cast<T>(kSecond[R - 1][k] / (setup.spacing[1] * setup.spacing[1]));
-      x_[k] = static_cast<T>(kFirst[R - 1][k] / setup.spacing[0]);
-      y_[k] = static_cast<T>(kFirst[R - 1][k] / setup.spacing[1]);
+      const double second = kSecond[R / 4][k], first = kFirst[R / 4][k];
+      xx_[k] = static_cast<T>(second / (setup.spacing[0] * setup.spacing[0]));
+      yy_[k] = static_cast<T>(second / (setup.spacing[1] * setup.spacing[1]));
+      x_[k] = static_cast<T>(first / setup.spacing[0]);
+      y_[k] = static_cast<T>(first / setup.spacing[1]);
     }
     for (int axis = 0; axis < 2; ++axis) {
       const std::vector<double>& sigma = setup.profiles[axis];

@@ -47,21 +47,17 @@ class Acoustic3d {
 
   explicit Acoustic3d(const Setup& setup)
       : setup_(setup), tile_(setup.tile), dt_(static_cast<T>(setup.dt)) {
-    static constexpr double kSecond[4][5] = {{-2, 1},
-                                             {-5. / 2, 4. / 3, -1. / 12},
-                                             {},
+    static constexpr double kSecond[2][5] = {{-5. / 2, 4. / 3, -1. / 12},
                                              {-205. / 72, 8. / 5, -1. / 5, 8. / 315, -1. / 560}};
-    static constexpr double kFirst[4][4] = {{1},
-                                            {27. / 24, -1. / 24},
-                                            {},
+    static constexpr double kFirst[2][4] = {{27. / 24, -1. / 24},
                                             {1225. / 1024, -245. / 3072, 49. / 5120, -5. / 7168}};
     double volume = 1;
     const int64_t reach = tile_.reach;
     for (int axis = 0; axis < kAxes; ++axis) {
       const double h = setup.spacing[axis];
       volume *= h;
-      for (int n = 0; n <= reach; ++n) second_[axis][n] = static_cast<T>(kSecond[reach - 1][n] / (h * h));
-      for (int n = 0; n < reach; ++n) first_[axis][n] = static_cast<T>(kFirst[reach - 1][n] / h);
+      for (int n = 0; n <= reach; ++n) second_[axis][n] = static_cast<T>(kSecond[reach / 4][n] / (h * h));
+      for (int n = 0; n < reach; ++n) first_[axis][n] = static_cast<T>(kFirst[reach / 4][n] / h);
       layers_[axis] = AxisLayers(tile_, static_cast<Axis>(axis), reach);
       static constexpr T kOnes[kReach + 1] = {1, 1, 1, 1, 1};  // faces have the coefficients
       filter_[axis] = Filter(setup.profiles[axis], kDensity ? kOnes : second_[axis],
@@ -204,7 +200,6 @@ class Acoustic3d {
   }
 
   void update(int, Mode mode, const Box& box, Wave& wave, T* history) const {
-    if (tile_.reach == 1) return update<1>(mode, box, wave, history);
     if (tile_.reach == 2) return update<2>(mode, box, wave, history);
     update<4>(mode, box, wave, history);
   }

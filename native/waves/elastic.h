@@ -1,4 +1,4 @@
-// Elastic waves on N axes for the time loop of propagate.h. A step has two phases, the velocities from the
+// Elastic waves on N axes, of order 2 R in space, for the time loop of propagate.h. A step has two phases, the velocities from the
 // stresses, then the stresses from the velocities. Those of the adjoint do the same backwards in time. A run
 // that is saved writes the velocities of each step, and the memories of their derivatives, directly into the
 // history instead of the wave's own fields.
@@ -14,7 +14,7 @@
 
 namespace mpigrad::waves {
 
-template <class T, int N>
+template <class T, int N, int R>
 class Elastic {
   using Shape = elastic::Shape<N>;
   using Layers = elastic::Layers;
@@ -22,12 +22,12 @@ class Elastic {
   using Motion = elastic::Motion<T, N>;
   using Stress = elastic::Stress<T, N>;
   using Parameters = elastic::Parameters<const T, N>;
-  using Weights = elastic::Weights<T, N>;
+  using Weights = elastic::Weights<T, N, R>;
   using Row = elastic::Row;
-  using Slopes = elastic::Slopes<T, N>;
+  using Slopes = elastic::Slopes<T, N, R>;
+  using Loss = elastic::Loss<T, N, R>;
   static constexpr int kLast = Shape::kLast, kPairs = Shape::kPairs, kStresses = Shape::kStresses;
-  static constexpr int kModuli = elastic::Loss<T, N>::kModuli, kNormal = Slopes::kNormal;
-  static constexpr int64_t kReach = elastic::kReach;
+  static constexpr int kModuli = Loss::kModuli, kNormal = Slopes::kNormal;
 
  public:
   using Value = T;
@@ -60,7 +60,7 @@ class Elastic {
         middle_(tile_.core(1)),
         slopes_(setup),
         share_(static_cast<T>(1 / std::abs(setup.spacing[0] * setup.spacing[1] * setup.spacing[2]))),
-        rim_(tile_, tile_.layers, kReach),
+        rim_(tile_, tile_.layers, R),
         loss_(setup, slopes_) {}
 
   // ---- the model: lambda + 2 mu / N and mu at the cells, mu between four of them, 1/rho between two ----
@@ -356,7 +356,7 @@ class Elastic {
   // Rows beyond the ends of x and y. update clears the cells beyond the ends of each row.
   void clear_margin(T* field) const {
     const auto clear = [&](int64_t i, int64_t m) { std::fill_n(field + tile_.at(i, m, 0), tile_.ny, T(0)); };
-    for (int64_t k = 0; k < kReach; ++k) {
+    for (int64_t k = 0; k < R; ++k) {
       for (int64_t m = 0; m < tile_.nm; ++m) clear(-1 - k, m), clear(tile_.nx + k, m);
       for (int64_t i = 0; N == 3 && i < tile_.nx; ++i) clear(i, -1 - k), clear(i, tile_.nm + k);
     }
@@ -364,14 +364,14 @@ class Elastic {
   void clear_columns(T* field) const {
     for (int64_t i = 0; i < tile_.nx; ++i)
       for (int64_t m = 0; m < tile_.nm; ++m) {
-        std::fill_n(field + tile_.at(i, m, -kReach), kReach, T(0));
-        std::fill_n(field + tile_.at(i, m, tile_.ny), kReach, T(0));
+        std::fill_n(field + tile_.at(i, m, -R), R, T(0));
+        std::fill_n(field + tile_.at(i, m, tile_.ny), R, T(0));
       }
   }
   void clear_ends(const Row& r, const Motion& v) const {
     for (T* field : v.v) {
-      if (r.j0 == 0) std::fill_n(field + r.o - kReach, kReach, T(0));
-      if (r.j1 == tile_.ny) std::fill_n(field + r.o + tile_.ny, kReach, T(0));
+      if (r.j0 == 0) std::fill_n(field + r.o - R, R, T(0));
+      if (r.j1 == tile_.ny) std::fill_n(field + r.o + tile_.ny, R, T(0));
     }
   }
 
@@ -510,8 +510,7 @@ class Elastic {
       return;
     }
     deform<Layers::kStep>(r, slopes_.weights(), v, previous.memory, v.memory, forward_, w.stress);
-    if (mode == Mode::kBorn)
-      deform<Layers::kRead>(r, slopes_.weights(), after_, after_.memory, after_.memory, tangents_, w.stress);
+    if (mode == Mode::kBorn) loss_.change(r, after_, tangents_, w.stress);
   }
 
   template <Layers L>
@@ -531,10 +530,10 @@ class Elastic {
     const Weights& k = L == Layers::kStep ? slopes_.weights() : slopes_.back();
     const Stress s = at(w.stress, r.o);
     const int64_t plane = tile_.plane, stride = tile_.stride;
-    slopes_.prefetch(r, {s[elastic::stress_of<N>(0, B)] + (B == 0 ? 2 : 1) * plane + stride, v + stride,
+    slopes_.prefetch(r, {s[elastic::stress_of<N>(0, B)] + (B == 0 ? R : R - 1) * plane + stride, v + stride,
                  buoyancy + tile_.ny});
-    if (N == 3 && B == 1) slopes_.prefetch(r, {s[1] + 3 * stride});
-    if (N == 3 && B == 2) slopes_.prefetch(r, {s[2] + stride, s[kStresses - 1] + 2 * stride});
+    if (N == 3 && B == 1) slopes_.prefetch(r, {s[1] + (R + 1) * stride});
+    if (N == 3 && B == 2) slopes_.prefetch(r, {s[2] + stride, s[kStresses - 1] + R * stride});
     const auto x = elastic::stress_at<N, 0, B, kBack, T>(s);
     const auto y = elastic::stress_at<N, 1, B, kBack, T>(s);  // on three axes
     const auto z = elastic::stress_at<N, kLast, B, kBack, T>(s);
@@ -542,15 +541,15 @@ class Elastic {
       constexpr Layers kX = decltype(of_x)::value, kY = decltype(of_y)::value;
       const auto rx = slopes_.template row_layers<kX>(0, B, !kBack, r, from, to);
       const auto ry = slopes_.template row_layers<kY>(1, B, !kBack, r, from, to);
-      const T dt = k.dt, nx = k.near[0], fx = k.far[0], ny = k.near[1], fy = k.far[1], nz = k.near[kLast],
-              fz = k.far[kLast];
+      const T dt = k.dt;
+      const auto cx = k.of[0], cy = k.of[1], cz = k.of[kLast];
 #pragma omp simd
       for (int64_t j = r.j0; j < r.j1; ++j) {
-        const T gx = elastic::slope<kX, B == 0>(x, j, plane, nx, fx, dt, rx);
+        const T gx = elastic::slope<kX, B == 0>(x, j, plane, cx, dt, rx);
         T gy = 0;
-        if constexpr (N == 3) gy = elastic::slope<kY, B == 1>(y, j, stride, ny, fy, dt, ry);
+        if constexpr (N == 3) gy = elastic::slope<kY, B == 1>(y, j, stride, cy, dt, ry);
         const T gz = elastic::difference<B == kLast>(
-            nz, fz, [&](int n) __attribute__((always_inline)) { return z(j + n); });
+            cz, [&](int n) __attribute__((always_inline)) { return z(j + n); });
         next[j] = v[j] + buoyancy[j] * elastic::total<N>(gx, gy, gz);
       }
     });
@@ -595,7 +594,7 @@ class Elastic {
     const Memories& m = after_.memory;
     const T *p = stress[0] + r.o, *dx = stress[1] + r.o, *dz = stress[kLast] + r.o;
     T *bulk = gradient_.bulk + r.c, *shear = gradient_.shear + r.c;
-    const int64_t ahead = 2 * tile_.plane + tile_.stride, n = tile_.ny;
+    const int64_t ahead = R * tile_.plane + tile_.stride, n = tile_.ny;
     slopes_.prefetch(r, {bulk + n, shear + n});
     for (const T* v : after_.v) slopes_.prefetch(r, {v + r.o + ahead});
     for (const T* mu : gradient_.shears) slopes_.prefetch(r, {mu + r.c + n});
@@ -640,7 +639,7 @@ class Elastic {
   const Slopes slopes_;
   const T share_;  // of a source in its cell
   const Rim rim_;
-  elastic::Loss<T, N> loss_;
+  Loss loss_;
   Parameters forward_, adjoint_, tangents_;
   elastic::Parameters<T, N> gradient_;
   Motion before_, after_;  // of the step that the adjoint or the tangent is at

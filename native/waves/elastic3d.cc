@@ -1,4 +1,4 @@
-// Elastic waves on three axes, of each type.
+// Elastic waves on three axes, of each type, of order 4.
 #include "waves/elastic.h"
 
 #include "waves/run_as.h"
@@ -8,7 +8,9 @@ namespace mpigrad::waves {
 ffi::Error run_elastic3d(Kind kind, Call& c, const Setup& setup, Arguments& in, Results& out,
                        bool rest, bool save) {
   const bool doubles = in.get<Buffer>(0)->element_type() == ffi::F64;
-  const auto run = doubles ? run_as<Elastic<double, 3>> : run_as<Elastic<float, 3>>;
+  const auto run = setup.tile.reach == 4 ? run_elastic3d_order8
+                   : doubles             ? run_as<Elastic<double, 3, 2>>
+                                         : run_as<Elastic<float, 3, 2>>;
   return run(kind, c, setup, in, out, rest, save);
 }
 

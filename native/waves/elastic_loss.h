@@ -19,7 +19,7 @@ struct Strains {
   T* decaying() const { return static_cast<T*>(rest.data()); }
 };
 
-template <class T, int N>
+template <class T, int N, int R>
 class Loss {
   using Stress = elastic::Stress<T, N>;
   using Strains = elastic::Strains<T, N>;
@@ -28,13 +28,14 @@ class Loss {
   using Parameters = elastic::Parameters<const T, N>;
   using Sums = elastic::Parameters<T, N>;
   using Rows = elastic::Rows<T, N>;
+  using Slopes = elastic::Slopes<T, N, R>;
   static constexpr int kLast = Shape<N>::kLast, kPairs = Shape<N>::kPairs, kStresses = Shape<N>::kStresses;
 
  public:
   static constexpr int kModuli = 2 + kPairs;
 
   // The constants of the mechanisms are the profile after those of the axes.
-  Loss(const Setup& setup, const Slopes<T, N>& slopes) : tile_(setup.tile), slopes_(slopes), mechanisms_(setup.mechanisms) {
+  Loss(const Setup& setup, const Slopes& slopes) : tile_(setup.tile), slopes_(slopes), mechanisms_(setup.mechanisms) {
     if (mechanisms_)
       relaxation_ = Relaxation<T, kStresses>(setup.profiles[4 * N], mechanisms_, tile_.nx * tile_.nm, tile_.ny);
   }
@@ -100,7 +101,7 @@ class Loss {
       std::memcpy(w.decaying(), w.values(), size * sizeof(T));
       each_mechanism(w.decaying(), [&](int64_t, const Rows& h, int64_t, int64_t j, int64_t depth) {
         const T x = h[0][j], z = h[kLast][j], mean = total<N>(x, h[1][j], z) / N;
-        const T share = 1 / slopes_.weight(Slopes<T, N>::kNormal, depth);
+        const T share = 1 / slopes_.weight(Slopes::kNormal, depth);
         h[0][j] = share * mean, h[1][j] = share * (x - mean);
         if (N == 3) h[2][j] = share * (z - mean);
         for (int k = 0; k < kPairs; ++k) h[N + k][j] /= slopes_.weight(N + k, depth);
@@ -137,7 +138,7 @@ class Loss {
       const T p = cotangent(0), dx = cotangent(1), dz = N == 3 ? cotangent(kLast) : T(0);
       std::array<T, kPairs> pairs;
       for (int k = 0; k < kPairs; ++k) pairs[k] = cotangent(N + k);
-      const T share = slopes_.weight(Slopes<T, N>::kNormal, depth);
+      const T share = slopes_.weight(Slopes::kNormal, depth);
       f[0][j] = share * (p + dx), f[1][j] = share * (p - (dx + dz));
       if (N == 3) f[2][j] = share * (p + dz);
       for (int k = 0; k < kPairs; ++k) f[N + k][j] = slopes_.weight(N + k, depth) * pairs[k];
@@ -151,15 +152,16 @@ class Loss {
               const Strains& w, const Stress& stress, bool keeps) const {
     const Rows e = slopes_.template strain_rates<Layers::kStep>(r, v, from, to), m = slopes_.scratch(1);
     relaxation_.step(w.values(), r.number, r.j0, r.j1, e, m);
-    hooke(r, e, c, m, lost_, stress);
+    hooke<true>(r, e, c, m, lost_, stress);
     if (!keeps || !means_.data()) return;
     const Rows means = means_of(r);
     for (int k = 0; k < kStresses; ++k) std::copy(m[k] + r.j0, m[k] + r.j1, means[k] + r.j0);
   }
-  // What the tangents of the moduli and of the loss add, with the run's velocities.
+  // What the tangents of the moduli, and of the loss if there is one, add, with the run's velocities.
   void change(const Row& r, const Motion& run, const Parameters& tangents, const Stress& stress) const {
     const Rows e = slopes_.template strain_rates<Layers::kRead>(r, run, run.memory, run.memory);
-    hooke(r, e, tangents, means_of(r), lost_tangents_, stress);
+    acts() ? hooke<true>(r, e, tangents, means_of(r), lost_tangents_, stress)
+           : hooke<false>(r, e, tangents, e, tangents, stress);
   }
   // A step back of the filters. Then `plain` is to be deformed, and filtered.
   void step_back(const Row& r, const Strains& w) const {
@@ -220,7 +222,8 @@ class Loss {
     return means;
   }
 
-  // stress += Hooke's law of `e` with c, less that of `m` with l.
+  // stress += Hooke's law of `e` with c, less that of `m` with l (kLoss).
+  template <bool kLoss>
   void hooke(const Row& r, const Rows& e, const Parameters& c, const Rows& m, const Parameters& l,
              const Stress& stress) const {
     const T *bulk = c.bulk + r.c, *shear = c.shear + r.c, *lost = l.bulk + r.c, *slipped = l.shear + r.c;
@@ -230,19 +233,22 @@ class Loss {
     slopes_.prefetch(r, {bulk + next, shear + next, lost + next, slipped + next});
 #pragma omp simd
     for (int64_t j = r.j0; j < r.j1; ++j) {
-      const T trace = total<N>(x[j], y[j], z[j]), past = total<N>(mx[j], my[j], mz[j]);
-      const T mu = 2 * shear[j], nu = 2 * slipped[j], mean = trace * T(1. / N), before = past * T(1. / N);
-      const T all = bulk[j] * trace - lost[j] * past;
-      n0[j] += all + mu * (x[j] - mean) - nu * (mx[j] - before);
-      if constexpr (N == 3) n1[j] += all + mu * (y[j] - mean) - nu * (my[j] - before);
-      n2[j] += all + mu * (z[j] - mean) - nu * (mz[j] - before);
+      const T trace = total<N>(x[j], y[j], z[j]), past = kLoss ? total<N>(mx[j], my[j], mz[j]) : T(0);
+      const T mu = 2 * shear[j], nu = kLoss ? 2 * slipped[j] : T(0), mean = trace * T(1. / N), before = past * T(1. / N);
+      const T all = bulk[j] * trace - (kLoss ? lost[j] * past : T(0));
+      const auto normal = [=](T rate, T earlier) __attribute__((always_inline)) {
+        return all + mu * (rate - mean) - (kLoss ? nu * (earlier - before) : T(0));
+      };
+      n0[j] += normal(x[j], mx[j]);
+      if constexpr (N == 3) n1[j] += normal(y[j], my[j]);
+      n2[j] += normal(z[j], mz[j]);
     }
     for (int k = 0; k < kPairs; ++k) {
       const T *mu = c.shears[k] + r.c, *nu = l.shears[k] + r.c, *rate = e[N + k], *mean = m[N + k];
       T* s = stress[N + k] + r.o;
       slopes_.prefetch(r, {mu + next, nu + next});
 #pragma omp simd
-      for (int64_t j = r.j0; j < r.j1; ++j) s[j] += mu[j] * rate[j] - nu[j] * mean[j];
+      for (int64_t j = r.j0; j < r.j1; ++j) s[j] += mu[j] * rate[j] - (kLoss ? nu[j] * mean[j] : T(0));
     }
   }
 
@@ -276,7 +282,7 @@ class Loss {
   }
 
   const Tile& tile_;
-  const Slopes<T, N>& slopes_;
+  const Slopes& slopes_;
   int64_t mechanisms_;
   Relaxation<T, kStresses> relaxation_;
   Parameters lost_, lost_tangents_;

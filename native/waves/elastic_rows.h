@@ -1,5 +1,5 @@
-// Elastic waves on two or three axes on a staggered grid, fourth order, with C-PML: rows of cells
-// (reference.py has the equations). Axes and components are in the order of the grid: x, y, and on three axes z.
+// Elastic waves on two or three axes on a staggered grid, of order 2 R (fourth or eighth), with C-PML: rows of
+// cells (reference.py has the equations). Axes and components are in the order of the grid: x, y, and on three axes z.
 // The columns are the last axis.
 //
 // A forward wave has the normal stresses s_xx, s_yy (and s_zz). The adjoint has the scaled cotangents of their
@@ -13,8 +13,6 @@
 #include "waves/layer_field.h"
 
 namespace mpigrad::waves::elastic {
-
-constexpr int64_t kReach = 2;
 
 // What depends on the number N of axes.
 template <int N>
@@ -71,17 +69,26 @@ struct Parameters {
   Parameters() = default;
 };
 
-// dt times the weights of the near and of the far difference, negated in the adjoint.
-template <class T, int N>
+// The coefficients of a difference: of the values half a cell away, one and a half, and so on.
+template <class T, int R>
+using Difference = std::array<T, R>;
+
+// dt times the coefficients along each axis, negated in the adjoint.
+template <class T, int N, int R>
 struct Weights {
-  T dt, near[N], far[N];
+  T dt;
+  std::array<Difference<T, R>, N> of;
 
   Weights(double dt, const std::array<double, 3>& spacing) : dt(static_cast<T>(dt)) {
-    for (int axis = 0; axis < N; ++axis) {
-      const double h = spacing[Shape<N>::axis(axis)];
-      near[axis] = static_cast<T>(dt * 27 / (24 * h));
-      far[axis] = static_cast<T>(dt / (24 * h));
-    }
+    static_assert(R == 2 || R == 4);
+    const std::array<double, R> unit = [] {
+      if constexpr (R == 2)
+        return std::array<double, R>{27. / 24, -1. / 24};
+      else
+        return std::array<double, R>{1225. / 1024, -245. / 3072, 49. / 5120, -5. / 7168};
+    }();
+    for (int axis = 0; axis < N; ++axis)
+      for (int n = 0; n < R; ++n) of[axis][n] = static_cast<T>(dt * unit[n] / spacing[Shape<N>::axis(axis)]);
   }
 };
 
@@ -114,11 +121,11 @@ class Profile {
 };
 
 // The layers of x or y at a row, for one derivative.
-template <class T>
+template <class T, size_t R>
 struct RowLayers {
-  const T* memory[5];  // of the rows from two before to two behind. Only kBack has more than the own one.
+  const T* memory[2 * R + 1];  // of the rows from R before to R behind. Only kBack has more than the own one.
   T* next;
-  T a[5], b;
+  T a[2 * R + 1], b;
 };
 // The layers at an end of a row.
 template <class T>
@@ -131,9 +138,9 @@ struct EndLayers {
 // The last side of an axis, if it has no traction (media.py has the differences). The points half a cell behind
 // the last cells lie on it. With the weights W of the points, the difference to half points is minus the
 // transpose of that to the centres: so the adjoint's variables are those of the inside divided by W.
-template <class T>
+template <class T, int R>
 struct Surface {
-  static constexpr int kNear = 4, kPoints = 6;
+  static constexpr int kNear = R == 2 ? 4 : 7, kPoints = kNear + R;
   int axis = -1;  // none
   // To the centres and to half points: at this distance from the last cell, the coefficients of the last
   // points, less those of the inside, times dt over the spacing.
@@ -152,36 +159,40 @@ struct Surface {
 };
 
 // The difference of value(n), n steps further, half a step further (kAhead) or half a step back.
-template <bool kAhead, class T, class F>
-MPIGRAD_INLINE T difference(T near, T far, const F& value) {
+template <bool kAhead, class T, size_t R, class F>
+MPIGRAD_INLINE T difference(const std::array<T, R>& c, const F& value) {
   constexpr int o = kAhead ? 0 : -1;
-  return near * (value(o + 1) - value(o)) - far * (value(o + 2) - value(o - 1));
+  T g = c[0] * (value(o + 1) - value(o));
+#pragma GCC unroll 4
+  for (int n = 1; n < static_cast<int>(R); ++n) g += c[n] * (value(o + 1 + n) - value(o - n));
+  return g;
 }
 
 // The derivative of field(j) at j along x or y, whose memory it steps.
-template <Layers L, bool kAhead, class T, class F>
-MPIGRAD_INLINE T slope(const F& field, int64_t j, int64_t step, T near, T far, T dt,
-                       const RowLayers<T>& r) {
+template <Layers L, bool kAhead, class T, size_t R, class F>
+MPIGRAD_INLINE T slope(const F& field, int64_t j, int64_t step, const std::array<T, R>& c, T dt,
+                       const RowLayers<T, R>& r) {
+  constexpr int kOwn = R;
   if constexpr (L == Layers::kBack) {
-    r.next[j] = r.b * (r.memory[2][j] + field(j));
-    return difference<kAhead>(near, far, [&](int n) __attribute__((always_inline)) {
+    r.next[j] = r.b * (r.memory[kOwn][j] + field(j));
+    return difference<kAhead>(c, [&](int n) __attribute__((always_inline)) {
       const T u = field(j + n * step);
-      return u + r.a[2 + n] * (r.memory[2 + n][j] + u);
+      return u + r.a[kOwn + n] * (r.memory[kOwn + n][j] + u);
     });
   } else {
     const T g = difference<kAhead>(
-        near, far, [&](int n) __attribute__((always_inline)) { return field(j + n * step); });
+        c, [&](int n) __attribute__((always_inline)) { return field(j + n * step); });
     if constexpr (L == Layers::kNone) return g;
-    if constexpr (L == Layers::kRead) return g + dt * r.memory[2][j];
-    const T m = r.b * r.memory[2][j] + r.a[2] * g;
+    if constexpr (L == Layers::kRead) return g + dt * r.memory[kOwn][j];
+    const T m = r.b * r.memory[kOwn][j] + r.a[kOwn] * g;
     r.next[j] = m;
     return g + dt * m;
   }
 }
 
 // What the layers at an end of a row add to the derivative of field(j) along it: add(j, value).
-template <Layers L, bool kAhead, class T, class F, class Add>
-MPIGRAD_INLINE void slope_at_end(const F& field, int64_t j0, int64_t j1, T near, T far, T dt,
+template <Layers L, bool kAhead, class T, size_t R, class F, class Add>
+MPIGRAD_INLINE void slope_at_end(const F& field, int64_t j0, int64_t j1, const std::array<T, R>& c, T dt,
                                  const EndLayers<T>& r, const Add& add) {
   const T *memory = r.memory, *a = r.a, *b = r.b;
   T* next = r.next;
@@ -195,12 +206,12 @@ MPIGRAD_INLINE void slope_at_end(const F& field, int64_t j0, int64_t j1, T near,
         add(j, dt * memory[j]);
       } else if constexpr (L == Layers::kBack) {
         next[j] = b[j] * (memory[j] + field(j));
-        add(j, difference<kAhead>(near, far, [&](int n) __attribute__((always_inline)) {
+        add(j, difference<kAhead>(c, [&](int n) __attribute__((always_inline)) {
               return a[j + n] * (memory[j + n] + field(j + n));
             }));
       } else {
         const T g = difference<kAhead>(
-            near, far, [&](int n) __attribute__((always_inline)) { return field(j + n); });
+            c, [&](int n) __attribute__((always_inline)) { return field(j + n); });
         const T m = b[j] * memory[j] + a[j] * g;
         next[j] = m;
         add(j, dt * m);

@@ -14,11 +14,12 @@ struct Row {
   int64_t i, m, j0, j1, o, c, number;
 };
 
-template <class T, int N>
+template <class T, int N, int R>
 class Slopes {
   using Memories = elastic::Memories<T, N>;
   using Motion = elastic::Motion<T, N>;
-  using Weights = elastic::Weights<T, N>;
+  using Weights = elastic::Weights<T, N, R>;
+  using Surface = elastic::Surface<T, R>;
   using Rows = elastic::Rows<T, N>;
   static constexpr int kLast = Shape<N>::kLast, kStresses = Shape<N>::kStresses;
 
@@ -30,7 +31,7 @@ class Slopes {
     const std::array<int64_t, 3> cells{tile_.nx, tile_.ny, tile_.nm};
     for (int axis = 0; axis < N; ++axis) {
       const Axis of = Shape<N>::axis(axis);
-      layers_[axis] = AxisLayers(tile_, of, kReach);
+      layers_[axis] = AxisLayers(tile_, of, R);
       for (int half = 0; half < 2; ++half)
         profiles_[axis][half] = Profile<T>(setup.profiles[4 * axis + 2 * half],
                                            setup.profiles[4 * axis + 2 * half + 1], setup.dt, cells[of],
@@ -38,16 +39,16 @@ class Slopes {
       memory_size_ += N * padded_memory(axis);
       // A tile without a neighbour behind it lies at the surface.
       if (setup.surface == of && tile_.neighbor[2 * of + 1] == kNobody)
-        surface_ = Surface<T>(axis, setup.profiles.back(), setup.dt / setup.spacing[of]);
+        surface_ = Surface(axis, setup.profiles.back(), setup.dt / setup.spacing[of]);
     }
   }
 
   const Weights& weights() const { return weights_; }
   const Weights& back() const { return back_; }  // of steps back
   const AxisLayers& layers(int axis) const { return layers_[axis]; }
-  // Rows by which the stresses follow the velocities in one pass. Next to a surface across the rows,
-  // differences reach one row further.
-  int64_t lag() const { return surface_.axis == 0 ? kReach + 1 : kReach; }
+  // Rows by which the stresses follow the velocities in one pass. Next to a surface across the rows, all
+  // differences may reach to the last row.
+  int64_t lag() const { return surface_.axis == 0 ? std::max(R, Surface::kNear - 1) : R; }
 
   Row row(int64_t i, int64_t m, int64_t j0, int64_t j1) const {
     const int64_t number = i * tile_.nm + m;
@@ -75,13 +76,13 @@ class Slopes {
 
   // Cells between a cell and the surface.
   int64_t depth(int64_t i, int64_t m, int64_t j) const {
-    if (surface_.axis < 0) return Surface<T>::kNear;
+    if (surface_.axis < 0) return Surface::kNear;
     return surface_.axis == 0 ? tile_.nx - 1 - i : surface_.axis == kLast ? tile_.ny - 1 - j : tile_.nm - 1 - m;
   }
   // Of a velocity, of a stress N + its pair of axes, or of the normal stresses.
   static constexpr int kNormal = -1;
   T weight(int field, int64_t depth) const {
-    if (depth >= Surface<T>::kNear) return 1;
+    if (depth >= Surface::kNear) return 1;
     bool half = field == surface_.axis;
     for (int a = 0; a < N; ++a)
       for (int b = a + 1; b < N; ++b)
@@ -110,15 +111,14 @@ class Slopes {
       const auto rx = row_layers<kX>(0, 0, kBack, r, from, to);
       const auto ry = row_layers<kY>(1, 1, kBack, r, from, to);
       const int64_t plane = tile_.plane, stride = tile_.stride;
-      const T dt = k.dt, nx = k.near[0], fx = k.far[0], ny = k.near[1], fy = k.far[1], nz = k.near[kLast],
-              fz = k.far[kLast];
+      const T dt = k.dt;
+      const auto cx = k.of[0], cy = k.of[1], cz = k.of[kLast];
 #pragma omp simd
       for (int64_t j = r.j0; j < r.j1; ++j) {
-        const T gx = slope<kX, false>(x, j, plane, nx, fx, dt, rx);
+        const T gx = slope<kX, false>(x, j, plane, cx, dt, rx);
         T gy = 0;
-        if constexpr (N == 3) gy = slope<kY, false>(y, j, stride, ny, fy, dt, ry);
-        const T gz = difference<false>(
-            nz, fz, [&](int n) __attribute__((always_inline)) { return z(j + n); });
+        if constexpr (N == 3) gy = slope<kY, false>(y, j, stride, cy, dt, ry);
+        const T gz = difference<false>(cz, [&](int n) __attribute__((always_inline)) { return z(j + n); });
         use(j, gx, gy, gz);
       }
     });
@@ -152,11 +152,11 @@ class Slopes {
       const auto ra = row_layers<kA>(A, B, kBack, r, from, to);
       const auto rb = row_layers<kB>(B, A, kBack, r, from, to);
       const int64_t step_a = A == 0 ? tile_.plane : tile_.stride, step_b = B == kLast ? 1 : tile_.stride;
-      const T dt = k.dt, na = k.near[A], fa = k.far[A], nb = k.near[B], fb = k.far[B];
+      const T dt = k.dt;
+      const auto ca = k.of[A], cb = k.of[B];
 #pragma omp simd
       for (int64_t j = r.j0; j < r.j1; ++j)
-        use(j, slope<kA, true>(vb, j, step_a, na, fa, dt, ra) +
-                   slope<kB, true>(va, j, step_b, nb, fb, dt, rb));
+        use(j, slope<kA, true>(vb, j, step_a, ca, dt, ra) + slope<kB, true>(va, j, step_b, cb, dt, rb));
     });
     if constexpr (B == kLast) at_ends<L, true>(r, A, kBack, from, to, k, va, use);
     at_surface<A>(r, true, k, vb, use), at_surface<B>(r, true, k, va, use);
@@ -194,7 +194,7 @@ class Slopes {
   template <int Axis, class F, class Add>
   MPIGRAD_INLINE void at_surface(const Row& r, bool half, const Weights& k, const F& field, const Add& add) const {
     if (surface_.axis != Axis) return;
-    constexpr int kNear = Surface<T>::kNear, kPoints = Surface<T>::kPoints;
+    constexpr int kNear = Surface::kNear, kPoints = Surface::kPoints;
     const T sign = k.dt < 0 ? T(-1) : T(1);
     const auto value = [&](const T* c, int64_t j, int64_t step) __attribute__((always_inline)) {
       T g = 0;
@@ -221,7 +221,7 @@ class Slopes {
     if constexpr (N == 2 && kHasY) return with_layers<L, kHasX, false>(r, f);
     if constexpr (L == Layers::kNone) return f(Off(), Off());
     const auto acts = [](const AxisLayers& layers, int64_t a) {
-      return L == Layers::kBack ? layers.is_near(a, kReach) : layers.has(a);
+      return L == Layers::kBack ? layers.is_near(a, R) : layers.has(a);
     };
     const bool x = kHasX && acts(layers_[0], r.i), y = kHasY && acts(layers_[1], r.m);
     if constexpr (kHasX && kHasY)
@@ -236,9 +236,9 @@ class Slopes {
   // Of the derivative along x or y of the stress or the velocity of component b. The memories of
   // stresses lie where they are differentiated.
   template <Layers L>
-  MPIGRAD_INLINE RowLayers<T> row_layers(int axis, int b, bool of_stress, const Row& r, const Memories& from,
+  MPIGRAD_INLINE RowLayers<T, R> row_layers(int axis, int b, bool of_stress, const Row& r, const Memories& from,
                                          const Memories& to) const {
-    RowLayers<T> f{};
+    RowLayers<T, R> f{};
     if (L == Layers::kNone) return f;
     const int64_t a = axis == 0 ? r.i : r.m, other = axis == 0 ? r.m : r.i;
     const Profile<T>& profile = profiles_[axis][(axis == b) == of_stress];
@@ -247,16 +247,17 @@ class Slopes {
       const AxisLayers::Rows rows = layers_[axis].rows(a + n);
       return rows.first + other * rows.pitch;
     };
-    for (int n = L == Layers::kBack ? -2 : 0; n <= (L == Layers::kBack ? 2 : 0); ++n) {
-      f.memory[2 + n] = from[axis][k] + place(n);
-      f.a[2 + n] = profile.a(L)[a + n];
+    constexpr int kAround = L == Layers::kBack ? R : 0;
+    for (int n = -kAround; n <= kAround; ++n) {
+      f.memory[R + n] = from[axis][k] + place(n);
+      f.a[R + n] = profile.a(L)[a + n];
     }
     // Outside of the layers b is zero, and so is what is written to the row of zeros.
     f.next = to[axis][k] + place(0);
     f.b = profile.b()[a];
     const int64_t next_row = layers_[axis].next_row();
-    prefetch(r, {f.memory[2] + next_row});
-    if (L != Layers::kRead && f.next != f.memory[2]) prefetch(r, {f.next + next_row});
+    prefetch(r, {f.memory[R] + next_row});
+    if (L != Layers::kRead && f.next != f.memory[R]) prefetch(r, {f.next + next_row});
     return f;
   }
 
@@ -268,13 +269,12 @@ class Slopes {
     const AxisLayers& columns = layers_[kLast];
     const Profile<T>& profile = profiles_[kLast][(b == kLast) == of_stress];
     const int k = memory_of(kLast, b);
-    const T near = w.near[kLast], far = w.far[kLast], dt = w.dt;
     const int64_t left = std::clamp(columns.left_end(), r.j0, r.j1);
     const int64_t right = std::clamp(tile_.ny - columns.right_end(), left, r.j1);
     const auto end = [&](int64_t j0, int64_t j1, int64_t place) {
       const EndLayers<T> layers{from[kLast][k] + place, profile.a(L), profile.b(), to[kLast][k] + place,
                                 columns.next_row()};
-      slope_at_end<L, kAhead>(field, j0, j1, near, far, dt, layers, add);
+      slope_at_end<L, kAhead>(field, j0, j1, w.of[kLast], w.dt, layers, add);
     };
     if (r.j0 < left) end(r.j0, left, columns.left(r.i, r.m));
     if (right < r.j1) end(right, r.j1, columns.right(r.i, r.m));
@@ -291,7 +291,7 @@ class Slopes {
   AxisLayers layers_[N];
   Profile<T> profiles_[N][2];  // at the centres, and half a cell further
   int64_t memory_size_ = 0;
-  Surface<T> surface_;
+  Surface surface_;
 };
 
 }  // namespace mpigrad::waves::elastic

@@ -43,5 +43,5 @@ def test_layers_begin_at_the_model_and_grow(comm):
 
 def test_the_largest_step_has_its_known_value(comm):
     grid = Grid((6, 5), (10.0, 10.0), comm)
-    assert np.isclose(wave_equation_limit(grid, 2), 10 / np.sqrt(2))
+    assert np.isclose(wave_equation_limit(grid, 8), 10 * np.sqrt(315 / 1024))
     assert np.isclose(wave_equation_limit(grid, 4), 10 * np.sqrt(3 / 8))

@@ -52,14 +52,15 @@ def drawn(rng: np.random.Generator, comm: Communicator) -> Any:
     }
     steps = int(rng.integers(2, 12))
     if not elastic:
-        return Acoustic(grid, 1e-3, steps, order=int(rng.choice([2, 4, 8])), **common)
+        return Acoustic(grid, 1e-3, steps, order=int(rng.choice([4, 8])), **common)
     if rng.integers(2):
         common["relaxation"] = RELAXATION[int(rng.integers(1, 4))]
     names = ("vx", "vy", "vz")[:axes]
     source = ("explosive", *(f"force_{name[1]}" for name in names))[rng.integers(axes + 1)]
     return Elastic(
-        grid, 1e-3, steps, 15.0, source=source, components=(*names, "pressure"), **common
-    )
+        grid, 1e-3, steps, 15.0, source=source, components=(*names, "pressure"),
+        order=int(rng.choice([4, 8])), **common,
+    )  # fmt: skip
 
 
 def medium_of(model: Any, rng: np.random.Generator, dtype: Any) -> Any:

@@ -26,7 +26,6 @@ from mpigrad.waves.options import AXES, PROGRAMS, runs_native
 
 PAGE = pathlib.Path(__file__).parents[2] / "docs" / "acoustic.md"
 SETTINGS: dict[str, dict[str, Any]] = {
-    "order=8": {"order": 8, "pml": 4},
     "free_surface": {"free_surface": "y0"},
     "relaxation": {"relaxation": fit_relaxation(30.0, (3.0, 40.0), 1)},
     'Storage("all")': {"storage": Storage("all")},
@@ -74,7 +73,7 @@ def cases() -> Any:
 
 def test_every_case_has_the_options_of_the_table(comm: Communicator) -> None:
     for option, axes, kind, program, known in cases():
-        if option == "density" or (option, kind) == ("order=8", "Elastic"):
+        if option == "density":
             continue
         settings = {"backend": program, **SETTINGS[option]}
         text = refusal(lambda k=kind, a=axes, s=settings: model(comm, k, a, **s))

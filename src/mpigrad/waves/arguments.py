@@ -22,6 +22,7 @@ from mpigrad.waves.survey import Survey
 
 __all__ = [
     "SECOND_DERIVATIVES",
+    "STAGGERED_DIFFERENCES",
     "assert_same_run",
     "check_gathers",
     "check_settings",
@@ -41,9 +42,13 @@ __all__ = [
 
 # Coefficients of the second derivative by order: for the cell itself, one and more cells away.
 SECOND_DERIVATIVES = {
-    2: (-2.0, 1.0),
     4: (-5 / 2, 4 / 3, -1 / 12),
     8: (-205 / 72, 8 / 5, -1 / 5, 8 / 315, -1 / 560),
+}
+# Of the difference between points half a cell away on both sides, one and a half, and so on.
+STAGGERED_DIFFERENCES = {
+    4: (27 / 24, -1 / 24),
+    8: (1225 / 1024, -245 / 3072, 49 / 5120, -5 / 7168),
 }
 
 
@@ -51,30 +56,31 @@ def wave_equation_limit(grid: Grid, order: int) -> float:
     """Return the largest stable leapfrog step of u_tt = v^2 (u_xx + u_yy), times v (a length).
 
     It is 2 / sqrt(sum of k / h^2 over the axes). The lowest eigenvalue of the second derivative is
-    -k / h^2 with k = 4 at order 2, 16/3 at order 4 and 2048/315 at
-    order 8.
+    -k / h^2 with k = 16/3 at order 4 and 2048/315 at order 8.
     """
     center, *others = SECOND_DERIVATIVES[order]
     k = -center - 2 * sum(c * (-1) ** (i + 1) for i, c in enumerate(others))
     return 2 / math.sqrt(k * sum(1 / h**2 for h in grid.spacing))
 
 
-def staggered_limit(grid: Grid, surface_axis: int | None = None) -> float:
+def staggered_limit(grid: Grid, order: int, surface_axis: int | None = None) -> float:
     """Return the largest stable step of the elastic scheme, times the limiting velocity (a length).
 
-    It is (6/7) / sqrt(sum of 1 / h^2 over the axes). The differences at a free surface
-    (`elastic.free_surface`) have a norm of 2.34289 / h instead of (7/3) / h along its axis.
+    It is 2 / sqrt(sum of (norm / h)^2 over the axes). The norm of a difference is 7/3 at order 4
+    and 2.5726 at order 8. With a free surface it is 2.34289 at order 4, and not larger at order 8.
     """
-    norms = [2.34289 * 6 / 14 if axis == surface_axis else 1.0 for axis in range(grid.ndim)]
+    inside = 2 * sum(map(abs, STAGGERED_DIFFERENCES[order]))
+    surface = 2.34289 if order == 4 else inside
+    norms = [surface if axis == surface_axis else inside for axis in range(grid.ndim)]
     squares = sum((norm / h) ** 2 for norm, h in zip(norms, grid.spacing, strict=True))
-    return 24 / (28 * math.sqrt(squares))
+    return 2 / math.sqrt(squares)
 
 
-def limiting_square(square: Any, lightest: Any, stiffest: Any) -> Any:
+def limiting_square(order: int, square: Any, lightest: Any, stiffest: Any) -> Any:
     """Return the square of the velocity that limits the time step of elastic waves, (m/s)^2.
 
-    A fraction 1/28 of each difference comes from two cells away. Its square couples light cells
-    to stiff cells.
+    A fraction of each difference, 1/28 at order 4 and 7 % at order 8, comes from more than half a
+    cell away. Its square couples light cells to stiff cells.
 
     Parameters
     ----------
@@ -86,7 +92,8 @@ def limiting_square(square: Any, lightest: Any, stiffest: Any) -> Any:
         The largest lambda + 2 mu.
     """
     beyond = stiffest / lightest - square  # 0 in a homogeneous medium
-    return square + beyond / 28**2
+    near, *far = map(abs, STAGGERED_DIFFERENCES[order])
+    return square + beyond * (sum(far) / (near + sum(far))) ** 2
 
 
 # ---- Check that all ranks do the same run ----

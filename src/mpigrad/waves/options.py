@@ -145,7 +145,6 @@ _STEPS, _ALL, _BOUNDARY = "Storage(k)", 'Storage("all")', 'Storage("boundary")'
 # have, so they are the default on CPUs.
 PROGRAMS = (("Acoustic", "native"), ("Acoustic", "xla"), ("Elastic", "native"), ("Elastic", "xla"))
 AXES: dict[str, tuple[tuple[int, ...], ...]] = {
-    "order=8": ((3,), (3,), (), ()),
     "density": ((2, 3), (2, 3), (2, 3), (2, 3)),
     "free_surface": ((2, 3), (2, 3), (2, 3), (2, 3)),
     "relaxation": ((), (), (2, 3), (2, 3)),
@@ -213,8 +212,6 @@ def _program(model: Any) -> tuple[Literal["native", "xla"], str]:
 
 def _given(model: Any) -> Iterator[tuple[str, str]]:
     """Yield the options of a model that are not defaults, and their texts in errors."""
-    if getattr(model, "order", None) == 8:
-        yield "order=8", "order=8"
     if getattr(model, "free_surface", None) is not None:
         yield "free_surface", f"free_surface={model.free_surface!r}"
     if getattr(model, "relaxation", None) is not None:

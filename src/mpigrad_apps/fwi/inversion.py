@@ -257,9 +257,7 @@ def _physics_factory(settings: Settings) -> Callable[[Grid, Experiment], Physics
         return lambda grid, whole: ElasticPhysics(
             grid, whole.dt, kernels(2), whole.peak, *elastic_options, storage=storage
         )
-    return lambda grid, whole: AcousticPhysics(
-        grid, whole.dt, kernels(grid.ndim), settings.order, storage=storage
-    )
+    return lambda grid, whole: AcousticPhysics(grid, whole.dt, kernels(grid.ndim), storage=storage)
 
 
 def _check_frequencies(corners: tuple[float, ...], dt: float) -> None:

@@ -72,8 +72,6 @@ class Settings(OutputCheck, WaveOptions):
     """Bounds as vp=1400:5000. Default: half the start's smallest, 1.5 times its largest value."""
     box: bool = False
     """Keep the bounds of cells by L-BFGS-B, without smoothing. Default: by a sigmoid function."""
-    order: Literal[2, 4, 8] = 4
-    """Order of accuracy in space of acoustic waves. 8 is for volumes."""
     source: Literal["explosive", "force_x", "force_y"] = "explosive"
     """Kind of the sources of elastic waves: pressure on all sides, or a force along x or y."""
     quality: tuple[float, ...] = ()
@@ -147,7 +145,6 @@ class Settings(OutputCheck, WaveOptions):
             exists(f"--{option}", getattr(self, option))
         check_effects(
             self,
-            (self.physics == "acoustic", "--physics acoustic", "order"),
             (self.physics == "elastic", "--physics elastic", "source quality"),
             (self.unknown == "network", "--unknown network", "fineness"),
             (self.unknown == "cells", "--unknown cells", "smoothing"),

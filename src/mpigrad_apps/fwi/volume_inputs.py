@@ -82,10 +82,6 @@ def find_volumes(settings: Settings) -> Volumes | None:
     if settings.model is None and settings.data is None and len(settings.cells) == 3:
         model = ThrustVolume(None, settings.cells, None)
     if model is None and initial is None:
-        if settings.order == 8:
-            raise ValueError(
-                "--order: expected 2 or 4 for a model with two axes, got 8. Order 8 is for volumes."
-            )
         return None
     if settings.physics != "acoustic":
         raise ValueError(

@@ -16,7 +16,7 @@ def run(settings: Settings, comm: Communicator | None = None) -> ForwardRun:
     """Propagate all shots and write the report (collective). See `shots.forward.forward_model`."""
 
     def make_physics(grid: Grid, experiment: Experiment) -> AcousticPhysics:
-        return AcousticPhysics(grid, experiment.dt, settings.kernels(grid.ndim), settings.order)
+        return AcousticPhysics(grid, experiment.dt, settings.kernels(grid.ndim))
 
     return forward_model(
         settings, settings.frames, settings.out, AcousticPhysics, make_physics, comm, settings.vtk

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
@@ -24,14 +24,8 @@ class AcousticPhysics(Physics):
     components: ClassVar[tuple[str, ...]] = ("pressure",)
     unit: ClassVar[str] = "Pa"
 
-    order: Literal[2, 4, 8] = 4
-
     def model(self, steps: int) -> Acoustic:
-        return Acoustic(self.grid, self.dt, steps, order=self.order, **self._options)
-
-    @property
-    def settings(self) -> dict[str, Any]:
-        return super().settings | {"order": self.order}
+        return Acoustic(self.grid, self.dt, steps, **self._options)
 
     @staticmethod
     def complete(fields: Fields, names: tuple[str, ...] = ()) -> Fields:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import pathlib
-from typing import Literal
 
 from mpigrad_apps.earlier_run import OutputCheck
 from mpigrad_apps.option_effects import check_effects
@@ -21,8 +20,6 @@ class Settings(OutputCheck, WaveOptions):
     shots, steps and cells.
     """
 
-    order: Literal[2, 4] = 4
-    """Order of accuracy in space."""
     frames: int = 40
     """Number of snapshots of the first shot's wavefield, 0 for none."""
     overwrite: bool = False

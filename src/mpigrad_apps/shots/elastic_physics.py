@@ -121,7 +121,7 @@ class ElasticPhysics(Physics):
         stiffness = lam + 2 * mu
         largest = jnp.stack([jnp.max(x) for x in (stiffness / rho, -rho, stiffness)])
         square, density, stiffest = allreduce(largest, op=MPI.MAX, comm=self.grid.comm)
-        return jnp.sqrt(limiting_square(square, -density, stiffest))
+        return jnp.sqrt(limiting_square(self.kernels.order, square, -density, stiffest))
 
     def is_valid(self, fields: Mapping[str, Float[Array, "lx ly"]]) -> Bool[Array, ""]:
         lam, mu, rho = self._rounded(fields)

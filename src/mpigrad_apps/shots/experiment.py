@@ -291,7 +291,7 @@ def limiting_velocity(fields: Fields) -> float:
     if "rho" in fields:
         density = fields["rho"]
         stiffest = np.max(density * square)
-        return float(np.sqrt(limiting_square(np.max(square), np.min(density), stiffest)))
+        return float(np.sqrt(limiting_square(4, np.max(square), np.min(density), stiffest)))
     return float(np.max(p_velocity(fields)))
 
 

@@ -21,6 +21,7 @@ class KernelOptions:
     backend: Literal["native", "xla"] | None = None
     threads: int | None = None
     free_surface: bool = False
+    order: Literal[4, 8] = 4
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,6 +52,8 @@ class WaveOptions:
     """Depth of sources and receivers in m. Default: the file's, or two cells."""
     survey: pathlib.Path | None = None
     """An .npz file of positions in m: sources (shots, 2) and receivers (k, 2)."""
+    order: Literal[4, 8] = 4
+    """Order of accuracy in space."""
     pml: int | None = None
     """Cells of the absorbing layer on each side, outside of the model. Default: 20, volumes 10."""
     free_surface: bool = False
@@ -67,7 +70,9 @@ class WaveOptions:
     def kernels(self, axes: int) -> KernelOptions:
         """Return the options of the kernels for a model with this number of axes."""
         pml = (20 if axes == 2 else 10) if self.pml is None else self.pml
-        return KernelOptions(pml, self.precision, self.backend, self.threads, self.free_surface)
+        return KernelOptions(
+            pml, self.precision, self.backend, self.threads, self.free_surface, self.order
+        )
 
     def check(self) -> None:
         """Raise a ValueError for the first option that is not valid."""

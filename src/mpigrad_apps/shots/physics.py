@@ -72,6 +72,7 @@ class Physics(abc.ABC):
             "pml": kernels.pml,
             "free surface": kernels.free_surface,
             "precision": kernels.precision,
+            "order": kernels.order,
         }
 
     @property
@@ -82,6 +83,7 @@ class Physics(abc.ABC):
             "pml": kernels.pml,
             "threads": kernels.threads,
             "backend": kernels.backend,
+            "order": kernels.order,
             "storage": self.storage,
             # The last axis points downwards.
             "free_surface": f"{'xyz'[self.grid.ndim - 1]}0" if kernels.free_surface else None,

@@ -20,7 +20,6 @@ SMALL = Settings(
     pml=5,
     frequency=20.0,
     water=20.0,
-    order=2,
     precision="float64",
 )
 ROUGH = dataclasses.replace(SMALL, tikhonov=3.0, total_variation=0.5)
@@ -31,11 +30,11 @@ CASES = {
     "network": dataclasses.replace(SMALL, unknown="network", normalize="shot"),
     "filtered": dataclasses.replace(SMALL, frequencies=(15.0,)),
     "elastic": dataclasses.replace(
-        SMALL, physics="elastic", order=4, invert=("lambda", "mu", "rho")
+        SMALL, physics="elastic", order=8, invert=("lambda", "mu", "rho")
     ),
     "surface": dataclasses.replace(SMALL, free_surface=True, storage="boundary"),
     "attenuation": dataclasses.replace(
-        SMALL, physics="elastic", order=4, free_surface=True, quality=(40.0, 20.0), storage=9
+        SMALL, physics="elastic", free_surface=True, quality=(40.0, 20.0), storage=9
     ),
 }
 
@@ -127,7 +126,7 @@ def test_the_loss_of_invalid_materials_is_nan(comm, case):
     """Also if one cell is invalid only in the precision of the waves."""
     names, bounds, change = INVALID[case]
     few = dataclasses.replace(SMALL, steps=4, water=0.0, precision="float32")
-    elastic = {"physics": "elastic", "order": 4}
+    elastic = {"physics": "elastic"}
     waves = {"groups": comm.size} if case == "acoustic" else elastic
     settings = dataclasses.replace(few, invert=names, bounds=bounds, **waves)
     problem = prepare_inversion(settings, comm)
@@ -182,7 +181,7 @@ def test_rejects_tiles_with_too_few_cells_on_every_rank(comm, directory):
     if comm.rank == 0:
         np.save(directory / "tiny.npy", np.full((3, 3), 1500.0))
     comm.mpi.Barrier()
-    tiny = dataclasses.replace(SMALL, model=directory / "tiny.npy", depth=10.0, groups=2, order=4)
+    tiny = dataclasses.replace(SMALL, model=directory / "tiny.npy", depth=10.0, groups=2)
     with pytest.raises(ValueError, match=r"--cells: got \(24, 18\), but .* has \(3, 3\) cells"):
         prepare_inversion(tiny, comm)
     tiny = dataclasses.replace(tiny, cells=Settings.cells)

@@ -16,7 +16,7 @@ from mpigrad_apps.fwi import Settings, prepare_inversion
 
 SETTINGS = Settings(
     cells=(20, 14), spacing=(10.0, 10.0), steps=60, shots=2, receivers=6, pml=4, frequency=20.0,
-    water=20.0, order=2, precision="float64", tikhonov=3.0,
+    water=20.0, precision="float64", tikhonov=3.0,
 )  # fmt: skip
 
 

@@ -32,10 +32,10 @@ def model(comm, axes, dims=None, **settings):
     return Acoustic(grid, 1e-3, STEPS, **{"pml": LAYERS[:axes]} | settings)
 
 
-def whole(axes):
+def whole(pml):
     """Return arrays of the whole domain: velocity, density, wavelets, fields and cotangents."""
-    draw = np.random.default_rng(3)
-    padded = [n + sum(pair) for n, pair in zip(SHAPE[:axes], LAYERS[:axes], strict=True)]
+    draw, axes = np.random.default_rng(3), len(pml)
+    padded = [n + sum(pair) for n, pair in zip(SHAPE[:axes], pml, strict=True)]
     fields = 2 + 2 * (1 if axes == 2 else axes)
     return (
         draw.uniform(1500, 2500, SHAPE[:axes]),
@@ -60,7 +60,7 @@ def state_of(tile, fields):
 
 def point(acoustic):
     """Return this rank's operands: velocity, density, wavelets and state."""
-    velocity, density, wavelets, fields, *_ = whole(acoustic.grid.ndim)
+    velocity, density, wavelets, fields, *_ = whole(acoustic.pml)
     c, rho = (jnp.asarray(x[acoustic.grid.slices]) for x in (velocity, density))
     return c, rho, jnp.asarray(wavelets), state_of(acoustic.tile, fields)
 
@@ -78,7 +78,7 @@ def values(acoustic):
 
 def everything(acoustic):
     """Return results and gradients of this rank."""
-    *_, gather_weights, field_weights = whole(acoustic.grid.ndim)
+    *_, gather_weights, field_weights = whole(acoustic.pml)
     tile, comm, run = acoustic.tile, acoustic.grid.comm, run_of(acoustic)
     weights = state_of(tile, field_weights)
 
@@ -119,12 +119,15 @@ def test_a_constant_density_changes_nothing(comm, axes):
 
 @pytest.mark.long("it compiles the JAX program on each rank")
 @pytest.mark.parametrize(("axes", "order"), [
-    (2, 4), (3, 4), *(pytest.param(*case, marks=_OTHER_LAYERS) for case in [(2, 2), (3, 2)])
+    (2, 4), (3, 4), *(pytest.param(*case, marks=_OTHER_LAYERS) for case in [(2, 8), (3, 8)])
 ])  # fmt: skip
 def test_the_kernels_are_the_jax_program(comm, axes, order):
     """Results and gradients, from any state."""
+    settings = {} if order == 4 else {"order": 8, "pml": ((4, 5), (4, 0), (0, 4))[:axes]}
+    if order == 8 and comm.size > 2:
+        pytest.skip("its stencil reaches four cells, more than these tiles have")
     native, program = (
-        everything(model(comm, axes, backend=backend, order=order)) for backend in ("native", "xla")
+        everything(model(comm, axes, backend=backend, **settings)) for backend in ("native", "xla")
     )
     for value, other in zip(native, program, strict=True):
         scale = comm.mpi.allreduce(np.max(np.abs(other), initial=0), op=MPI.MAX)
@@ -187,7 +190,7 @@ def test_taylor_expansion(comm, axes):
     """Of a misfit, in velocity and density at once."""
     acoustic = model(comm, axes)
     c, rho, wavelets, state = point(acoustic)
-    run, weights = run_of(acoustic), whole(axes)[4]
+    run, weights = run_of(acoustic), whole(acoustic.pml)[4]
 
     def misfit(x):
         gathers = run(c * x[0], rho * x[1], wavelets, state).gathers
@@ -273,7 +276,7 @@ def ricker(t, frequency):
 
 
 @pytest.mark.ranks(1)
-@pytest.mark.parametrize("order", [2, 4, 8])
+@pytest.mark.parametrize("order", [4, 8])
 def test_the_order_for_smooth_densities(comm, order):
     """Of rho times the derivative of (1/rho) w_x, with half as large cells."""
     errors = []
@@ -308,8 +311,8 @@ def assert_longest_coefficients(matrix, rho, order):
 
 
 @pytest.mark.ranks(1)
-@pytest.mark.cases("2-4", "3-8", reason="the largest order of each number of axes")
-@pytest.mark.parametrize(("axes", "order"), [(2, 2), (2, 4), (3, 4), (3, 8)])
+@pytest.mark.cases("2-4", "3-8", reason="each order, and each number of axes")
+@pytest.mark.parametrize(("axes", "order"), [(2, 4), (2, 8), (3, 4), (3, 8)])
 def test_the_largest_step_is_safe_for_any_contrast(comm, axes, order):
     """Against the eigenvalues of the operator, which must all be positive."""
     cells = (12, 10) if axes == 2 else (6, 6, 5)
@@ -351,7 +354,7 @@ def test_the_largest_step_is_safe_for_any_contrast(comm, axes, order):
 @pytest.mark.ranks(1)
 @pytest.mark.cases("random-4-3", reason="it has the steps of the others in every cell")
 @pytest.mark.parametrize(("order", "width"), [
-    (4, 3), *(pytest.param(*case, marks=_OTHER_LAYERS) for case in [(2, 3), (2, 1), (4, 1), (4, 6)])
+    (4, 3), *(pytest.param(*case, marks=_OTHER_LAYERS) for case in [(4, 1), (4, 6), (8, 4), (8, 6)])
 ])  # fmt: skip
 @pytest.mark.parametrize("contrast", ["random", "smooth", "step"])
 def test_no_wave_grows_in_layers_on_two_axes(comm, contrast, order, width):

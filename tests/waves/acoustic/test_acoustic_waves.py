@@ -36,7 +36,9 @@ def green(r, t, frequency):
 
 
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize(("order", "power"), [(2, 1), (4, 2)])
+@pytest.mark.parametrize(("order", "power"), [
+    (4, 2), pytest.param(8, 4, marks=pytest.mark.full("nine times as many steps"))
+])  # fmt: skip
 def test_convergence_to_the_analytic_solution(comm, order, power):
     errors = []
     for cells, h in ((60, 18.0), (180, 6.0)):
@@ -49,7 +51,7 @@ def test_convergence_to_the_analytic_solution(comm, order, power):
         errors.append(np.max(np.abs(u - expected)) / np.max(np.abs(expected)))
     rate = np.log(errors[0] / errors[1]) / np.log(3)
     assert rate > order - 0.3, (errors, rate)
-    assert errors[1] < (2e-2 if order == 2 else 2e-3), errors
+    assert errors[1] < (2e-3 if order == 4 else 1e-5), errors
 
 
 @pytest.mark.ranks(2, 3)
@@ -65,10 +67,10 @@ def test_reciprocity(comm):
 
 
 @pytest.mark.ranks(1)
-@pytest.mark.parametrize("order", [2, 4])
+@pytest.mark.parametrize("order", [4, 8])
 def test_layers_absorb(comm, order):
     n, wide, h = 40, 110, 10.0
-    dt, steps = 3e-3, 200
+    dt, steps = 2.7e-3, 220
     depth = 10.5  # cells between the layer and a line of receivers; the source is on it
     source = (10.5, depth)
     receivers = np.array([(10.5, 5.5), (10.5 + 2 * depth, depth)])  # at 0 and 45 degrees
@@ -84,14 +86,13 @@ def test_layers_absorb(comm, order):
 
 
 @pytest.mark.ranks(1)
-@pytest.mark.parametrize("width", [2, 12])
-def test_the_largest_step_is_stable_for_long(comm, width):
+@pytest.mark.parametrize(("order", "width"), [(4, 2), (4, 12), (8, 4), (8, 12)])
+def test_the_largest_step_is_stable_for_long(comm, order, width):
     velocity = np.random.default_rng(2).uniform(1500, 3000, (24, 20))
     grid = Grid((24, 20), (10.0, 8.0), comm)
-    for order in (2, 4):
-        dt = Acoustic(grid, 1e-4, 1, order=order).largest_time_step(jnp.asarray(velocity))
-        acoustic = Acoustic(grid, dt, 6000, order=order, pml=((width, 0), (width, width)))
-        wavelet = ricker(np.arange(6000) * dt, 25.0, 0.05)[None, None]
-        survey = Survey(np.array([[[100.0, 80.0]]]), np.array([[[60.0, 50.0]]]))
-        u = np.abs(acoustic.propagate(jnp.asarray(velocity), wavelet, survey).gathers[0, 0])
-        assert np.max(u[-500:]) < 1e-2 * np.max(u)
+    dt = Acoustic(grid, 1e-4, 1, order=order).largest_time_step(jnp.asarray(velocity))
+    acoustic = Acoustic(grid, dt, 6000, order=order, pml=((width, 0), (width, width)))
+    wavelet = ricker(np.arange(6000) * dt, 25.0, 0.05)[None, None]
+    survey = Survey(np.array([[[100.0, 80.0]]]), np.array([[[60.0, 50.0]]]))
+    u = np.abs(acoustic.propagate(jnp.asarray(velocity), wavelet, survey).gathers[0, 0])
+    assert np.max(u[-500:]) < 1e-2 * np.max(u)

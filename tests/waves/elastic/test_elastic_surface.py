@@ -47,13 +47,15 @@ def garvin(x, depth, times, rate):
     return velocity
 
 
-def garvin_error(comm, refinement):
+def garvin_error(comm, refinement, order=4):
     """The largest error of vx and vy at two places of the surface, each relative to its largest."""
     f, h, dt, steps = 8.0, 10.0 / refinement, 2e-3 / refinement, 200 * refinement
     w = lambda t: 1e6 * np.exp(-((np.pi * f * (t - 0.15)) ** 2))
     rate = lambda t: -2 * (np.pi * f) ** 2 * (t - 0.15) * w(t)
     grid = Grid((50 * refinement, 24 * refinement), (h, h), comm)
-    elastic = Elastic(grid, dt, steps, f, pml=15 * refinement, free_surface="y0", max_velocity=VP)
+    elastic = Elastic(
+        grid, dt, steps, f, order=order, pml=15 * refinement, free_surface="y0", max_velocity=VP
+    )
     source = np.array([100.0 + h / 2, 40.0 + h / 2])
     offsets, times = (100.0, 250.0), (np.arange(steps) - 0.5) * dt
     receivers = np.array([[source[0] + x, 0.0] for x in offsets])
@@ -68,9 +70,10 @@ def garvin_error(comm, refinement):
 
 
 @pytest.mark.thin(1)
-def test_the_surface_above_a_line_of_explosions(comm):
+@pytest.mark.parametrize("order", [4, 8])
+def test_the_surface_above_a_line_of_explosions(comm, order):
     """Garvin's problem with P, S and Rayleigh waves, within 1 %."""
-    assert garvin_error(comm, 1) < 0.01
+    assert garvin_error(comm, 1, order) < 0.01
 
 
 @pytest.mark.full("it refines the grid and takes long")
@@ -138,27 +141,31 @@ def random_model(shape, seed=5):
 
 
 @LONG
-@pytest.mark.cases("gathers", reason="the dot test has gradients on 2 ranks")
+@pytest.mark.cases("[14]-[48]-gathers", reason="the dot test has gradients on 2 ranks")
 @pytest.mark.parametrize("gradients", [False, True], ids=["gathers", "gradients"])
-def test_opposite_sides_are_mirror_images(comm, alone, gradients):
+@pytest.mark.parametrize(("axis", "order"), [(1, 4), (0, 8)])
+def test_opposite_sides_are_mirror_images(comm, alone, gradients, axis, order):
     """On tiles divided across the surface, as one rank and as the JAX program have them."""
-    cells, h, steps = (9, 28), (10.0, 12.0), 30
-    height = cells[1] * h[1]
+    turn = 1 if axis else -1  # of what is written for a surface along the last axis
+    cells, h, steps = (9, 33)[::turn], (10.0, 12.0)[::turn], 30
+    height = cells[axis] * h[axis]
     source, points = np.array([[51.7, 3.0]]), np.array([[20.0, 0.0], [83.2, 8.0], [44.0, 150.0]])
+    source, points = source[:, ::turn], points[:, ::turn]
     wavelet = jnp.asarray(np.random.default_rng(2).normal(size=(1, 1, steps)))
-    mirror = lambda x: np.stack([x[:, 0], height - x[:, 1]], -1)
+    mirror = lambda x: np.where(np.arange(2) == axis, height - x, x)
+    first, last = (f"{'xy'[axis]}{end}" for end in (0, 1))
 
     def run(on, side, backend="native"):
-        grid = Grid(cells, h, on, dims=(1, on.size))
-        pair = (0, 3) if side == "y0" else (3, 0)
+        grid = Grid(cells, h, on, dims=(1, on.size)[::turn])
+        pair = (0, 3) if side == first else (3, 0)
         elastic = Elastic(
-            grid, 1.5e-3, steps, 15.0, pml=((2, 3), pair), free_surface=side, source="force_y",
-            backend=backend,
+            grid, 1.4e-3, steps, 15.0, order=order, pml=((2, 3), pair)[::turn], free_surface=side,
+            source=f"force_{side[0]}", backend=backend,
         )  # fmt: skip
-        place = (lambda x: x) if side == "y0" else mirror
+        place = (lambda x: x) if side == first else mirror
         survey = Survey(place(source)[None], place(points)[None])
         whole = random_model(cells)
-        whole = whole if side == "y0" else [x[:, ::-1] for x in whole]
+        whole = whole if side == first else [np.flip(x, axis) for x in whole]
 
         def misfit(media):
             gathers = elastic.propagate(ElasticMedium(*media), wavelet, survey).gathers
@@ -172,14 +179,15 @@ def test_opposite_sides_are_mirror_images(comm, alone, gradients):
         )
         return grid, gathers, slopes
 
-    grid, gathers, slopes = run(comm, "y0")
-    _, expected, whole = run(alone, "y0")
+    grid, gathers, slopes = run(comm, first)
+    _, expected, whole = run(alone, first)
     compare(gathers, expected)
     compare(slopes, [x[grid.slices] for x in whole])
-    _, mirrored, turned = run(alone, "y1")  # a force along y turns with its axis, and so does vy
-    compare(mirrored * np.array([-1, 1])[:, None, None], expected)
-    compare([x[:, ::-1] for x in turned], whole)
-    _, *expected = run(alone, "y0", "xla")
+    # A force along the axis turns with it, and so does that velocity.
+    _, mirrored, turned = run(alone, last)
+    compare(mirrored * np.array([-1, 1])[::turn, None, None], expected)
+    compare([jnp.flip(x, axis) for x in turned], whole)
+    _, *expected = run(alone, first, "xla")
     compare([gathers, *slopes], [expected[0], *(x[grid.slices] for x in expected[1])])
 
 
@@ -251,11 +259,13 @@ def test_dot_test(comm):
 
 
 @pytest.mark.ranks(1)
-@pytest.mark.parametrize("side", ["y0", "y1"])
-def test_the_largest_time_step_is_stable(comm, side):
+@pytest.mark.parametrize(("side", "order"), [("y0", 4), ("y1", 4), ("y1", 8)])
+def test_the_largest_time_step_is_stable(comm, side, order):
     """Against the eigenvalues of the discrete equations, which are real and not negative."""
-    cells = (9, 10)
-    elastic = Elastic(Grid(cells, (10.0, 9.0), comm), 1.0, 2, 15.0, pml=0, free_surface=side)
+    cells = (9, 10 if order == 4 else 13)
+    elastic = Elastic(
+        Grid(cells, (10.0, 9.0), comm), 1.0, 2, 15.0, order=order, pml=0, free_surface=side
+    )
     scheme = make_scheme(elastic, Survey(np.full((1, 1, 2), 50.0), np.full((1, 1, 2), 50.0)))
     basis = np.eye(2 * np.prod(cells)).reshape(-1, 2, *cells)
 
@@ -292,4 +302,9 @@ def test_bad_settings_are_refused(comm):
     small = Grid((24, 3 * comm.size), (10.0, 10.0), comm, dims=(1, comm.size))
     with pytest.raises(ValueError, match="the smallest tile has 3 cells along the axis of the"):
         Elastic(small, 1e-3, 2, 15.0, free_surface="y1")
+    with pytest.raises(
+        ValueError, match=r"has 8 cells along .* free surface, 1, and needs 11. Use"
+    ):
+        small = Grid((24, 8 * comm.size), (10.0, 10.0), comm, dims=(1, comm.size))
+        Elastic(small, 1e-3, 2, 15.0, order=8, free_surface="y1")
     assert Elastic(grid, 1e-3, 2, 15.0, pml=4, free_surface="x1").pml == ((4, 0), (4, 4))

@@ -77,7 +77,7 @@ class Acoustic:
     steps
         Number of time steps.
     order
-        Order of accuracy of the differences in space: 2, 4, or on three axes 8.
+        Order of accuracy of the differences in space: 4 or 8.
     pml
         Number of cells of the absorbing layers: one for all sides, or ((x0, x1), (y0, y1)), with
         one more pair (z0, z1) on three axes. If it is 0, the pressure is zero beyond the side, a

@@ -14,11 +14,14 @@ from mpigrad.extend import Array, Float, put, take
 from mpigrad.grid import Grid, halo_exchange
 from mpigrad.waves.absorbing import WaveTile, exchange_faces
 from mpigrad.waves.acoustic.scheme import Scheme, State, pack, unpack
-from mpigrad.waves.arguments import SECOND_DERIVATIVES, wave_equation_limit
+from mpigrad.waves.arguments import (
+    SECOND_DERIVATIVES,
+    STAGGERED_DIFFERENCES,
+    wave_equation_limit,
+)
 from mpigrad.waves.survey import PointTable
 
 __all__ = [
-    "BETWEEN_DERIVATIVES",
     "Buoyancy",
     "buoyancy_of",
     "divergence",
@@ -34,15 +37,8 @@ __all__ = [
 # ---- Central differences of fields that are padded along one axis, for the JAX programs ----
 
 
-# Coefficients of the first derivative, for the differences one and two cells away.
-FIRST_DERIVATIVES = {2: (1 / 2,), 4: (2 / 3, -1 / 12)}
-
-# The same between the cells, for the differences 1/2, 3/2 and more cells away.
-BETWEEN_DERIVATIVES = {
-    2: (1.0,),
-    4: (9 / 8, -1 / 24),
-    8: (1225 / 1024, -245 / 3072, 49 / 5120, -5 / 7168),
-}
+# Coefficients of the first derivative, for the differences one and more cells away.
+FIRST_DERIVATIVES = {4: (2 / 3, -1 / 12), 8: (4 / 5, -1 / 5, 4 / 105, -1 / 280)}
 
 
 def shifted(f: jax.Array, axis: int, reach: int, shift: int) -> jax.Array:
@@ -402,7 +398,7 @@ def propagate_volume(
                 )
         else:
             d = divergence(w, buoyancy, axis, h, scheme.order, lambda n: along(layers.between(n)))
-        for n, c in enumerate(BETWEEN_DERIVATIVES[scheme.order]):
+        for n, c in enumerate(STAGGERED_DIFFERENCES[scheme.order]):
             slope = slope + c / h * (at(w, n + 1) - at(w, -n))
             d = d + c / h * (at(p_padded, n) - at(p_padded, -n - 1))
         if buoyancy is not None:

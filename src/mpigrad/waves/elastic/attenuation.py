@@ -165,7 +165,12 @@ def require_factors(relaxation: Relaxation, qp: Any, qs: Any, comm: Communicator
 
 
 def require_stable(
-    moduli: Moduli, rho: jax.Array, dt: float, stable_length: float, comm: Communicator
+    moduli: Moduli,
+    rho: jax.Array,
+    dt: float,
+    order: int,
+    stable_length: float,
+    comm: Communicator,
 ) -> tuple[jax.Array, jax.Array]:
     """Check a model at run time, and return the largest stable step and the largest P velocity.
 
@@ -174,7 +179,7 @@ def require_stable(
     local = _extremes(*jax.lax.stop_gradient((moduli, rho)))
     extremes = allreduce(local, op=MPI.MAX, comm=comm)
     require(_is_valid(extremes), _invalid_text(rho.ndim), *_values(extremes), comm=comm)
-    limit = stable_length / jnp.sqrt(_square(extremes))
+    limit = stable_length / jnp.sqrt(_square(order, extremes))
     vp, light, stiff = jnp.sqrt(extremes[3]), -extremes[2], extremes[4]
     stable = dt <= limit * (1 + 1e-6)
     require(stable, UNSTABLE, dt, limit, vp, light, stiff, comm=comm)
@@ -182,14 +187,19 @@ def require_stable(
 
 
 def largest_step(
-    name: str, moduli: Moduli, rho: jax.Array, stable_length: float, comm: Communicator
+    name: str,
+    moduli: Moduli,
+    rho: jax.Array,
+    order: int,
+    stable_length: float,
+    comm: Communicator,
 ) -> float:
     """Return the largest stable step, or raise a ValueError of `name` on all ranks."""
     local = np.asarray(_extremes(moduli, rho))
     extremes = np.max(comm.mpi.allgather(local), axis=0)
     if not _is_valid(extremes):
         raise ValueError(f"{name}: {_invalid_text(rho.ndim).format(*_values(extremes))}")
-    return stable_length / math.sqrt(_square(extremes))
+    return stable_length / math.sqrt(_square(order, extremes))
 
 
 def _invalid_text(axes: int) -> str:
@@ -211,8 +221,8 @@ def _extremes(moduli: Moduli, rho: Any) -> jax.Array:
     return jnp.maximum(largest(*unrelaxed), largest(*relaxed))
 
 
-def _square(extremes: Any) -> Any:
-    return limiting_square(extremes[3], -extremes[2], extremes[4])
+def _square(order: int, extremes: Any) -> Any:
+    return limiting_square(order, extremes[3], -extremes[2], extremes[4])
 
 
 def _is_valid(extremes: Any) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -15,11 +16,9 @@ from jax.typing import ArrayLike
 from mpigrad.extend import Array, Float, as_array
 from mpigrad.grid import halo_exchange
 from mpigrad.waves.absorbing import Surface, WaveTile
+from mpigrad.waves.arguments import STAGGERED_DIFFERENCES
 
 __all__ = [
-    "CELLS",
-    "FAR",
-    "NEAR",
     "AnelasticState",
     "ElasticMedium",
     "Fields",
@@ -38,6 +37,7 @@ __all__ = [
     "split",
     "stagger_of",
     "state_shapes",
+    "surface_cells",
     "surface_profile",
     "without_traction",
 ]
@@ -151,18 +151,35 @@ def state_shapes(shape: tuple[int, ...], layers: tuple[int, ...]) -> tuple[tuple
 #
 # The surface is the side of the grid. Points that lie half a cell from the cell centres along its
 # axis, of the normal velocity and of two shear stresses, lie on it. Next to the surface the
-# differences are one-sided, second order, and those of O'Reilly et al. ("Energy stable and high-
-# order-accurate finite difference methods on staggered grids", J. Comput. Phys. 346, 2017). With
-# the weights W of the points, the difference to half points is -(W D)^T of the difference D to
-# cell centres. So the traction of the surface vanishes in the equations of motion, energy is
-# conserved, and the positions of a source and a receiver can be exchanged.
+# differences are one-sided. With the weights W of the points, the difference to half points is
+# -(W D)^T of the difference D to cell centres. So the traction of the surface vanishes in the
+# equations of motion, energy is conserved, and the positions of a source and a receiver can be
+# exchanged (O'Reilly et al., "Energy stable and high-order-accurate finite difference methods on
+# staggered grids", J. Comput. Phys. 346, 2017). Those of order 4 are from this paper, and second
+# order next to the surface. Those of order 8 are third order there: of all with 7 rows, the ones
+# with the smallest change of the coefficients and weights of the inside.
 
 
-NEAR, FAR = 27 / 24, 1 / 24  # the differences of the inside
-CELLS = 6  # that a tile next to the surface needs, for differences and interpolation
+class SurfaceDifferences(NamedTuple):
+    """Differences next to a surface per spacing, from the surface inwards, and weights.
 
-# Rows of differences, from the surface inwards: to centres from the half points 0, 1, ..., and to
-# half points from the centres 1/2, 3/2, ...
+    Attributes
+    ----------
+    to_centers
+        Rows for the centres 1/2, 3/2, ... from the half points 0, 1, ...
+    to_halves
+        Rows for the half points from the centres.
+    center_weights, half_weights
+        Weights W of the first points. Those of other points are 1.
+    """
+
+    to_centers: Float[np.ndarray, "rows points"]
+    to_halves: Float[np.ndarray, "rows points"]
+    center_weights: Float[np.ndarray, " rows"]
+    half_weights: Float[np.ndarray, " rows"]
+
+
+# Order 4.
 _TO_CENTERS = np.array([
     [-79 / 78, 27 / 26, -1 / 26, 1 / 78, 0],
     [2 / 21, -9 / 7, 9 / 7, -2 / 21, 0],
@@ -174,8 +191,54 @@ _TO_HALVES = np.array([
     [1 / 24, -9 / 8, 9 / 8, -1 / 24, 0],
     [-1 / 71, 6 / 71, -83 / 71, 81 / 71, -3 / 71],
 ])  # fmt: skip
-_CENTER_WEIGHTS = (13 / 12, 7 / 8, 25 / 24)
-_HALF_WEIGHTS = (7 / 18, 9 / 8, 1, 71 / 72)
+_CENTER_WEIGHTS = np.array([13 / 12, 7 / 8, 25 / 24])
+_HALF_WEIGHTS = np.array([7 / 18, 9 / 8, 1, 71 / 72])
+_ROWS, _EXACT = 7, 3  # of order 8: rows, and the degree of polynomials that they differentiate
+
+
+@functools.cache
+def surface_differences(order: int) -> SurfaceDifferences:
+    """Return the differences next to a surface."""
+    if order == 4:
+        return SurfaceDifferences(_TO_CENTERS, _TO_HALVES, _CENTER_WEIGHTS, _HALF_WEIGHTS)
+    reach = order // 2
+    inside = np.zeros((_ROWS + reach, _ROWS + reach))  # W D of the inside: centres, half points
+    for n, c in enumerate(STAGGERED_DIFFERENCES[order]):
+        inside += c * (np.eye(len(inside), k=1 + n) - np.eye(len(inside), k=-n))
+    # The unknowns: W D of the first points, and both weights.
+    count = _ROWS * _ROWS
+    first = np.concatenate([inside[:_ROWS, :_ROWS].ravel(), np.ones(2 * _ROWS)])
+    matrix, sides = [], []
+    for row in range(_ROWS):
+        for half in (False, True):
+            # The points that are read, from the point that is written, in units of 8 cells.
+            place = (np.arange(len(inside)) + (-0.5 - row, 0.5 - row)[half]) / 8
+            for degree in range(_EXACT + 1):
+                powers = place**degree
+                of = np.zeros((_ROWS, _ROWS))
+                if half:
+                    of[:, row] = -powers[:_ROWS]
+                    rest = -powers[_ROWS:] @ inside[_ROWS:, row]
+                else:
+                    of[row] = powers[:_ROWS]
+                    rest = powers[_ROWS:] @ inside[row, _ROWS:]
+                of_weights = np.zeros((2, _ROWS))
+                of_weights[int(half), row] = -1 / 8 if degree == 1 else 0
+                matrix.append(np.concatenate([of.ravel(), of_weights.ravel()]))
+                # The half point on the surface lacks the traction there, which is zero.
+                sides.append((half and row == 0 and degree == 0) - rest)
+    system = np.array(matrix)
+    best = first + np.linalg.lstsq(system, np.array(sides) - system @ first, rcond=1e-11)[0]
+    weights = best[count:].reshape(2, _ROWS)
+    inside[:_ROWS, :_ROWS] = best[:count].reshape(_ROWS, _ROWS)
+    return SurfaceDifferences(
+        inside[:_ROWS] / weights[0, :, None], -inside[:, :_ROWS].T / weights[1, :, None], *weights
+    )
+
+
+def surface_cells(order: int) -> int:
+    """Return the cells that a tile next to the surface needs, for its differences."""
+    return len(surface_differences(order).to_halves) + order // 2
 
 
 def is_at(surface: Surface | None, tile: WaveTile) -> bool:
@@ -195,7 +258,12 @@ def stagger_of(surface: Surface | None, axis: int) -> int:
 
 
 def near_differences(
-    field: Float[Array, ...], g: Float[Array, ...], surface: Surface, spacing: float, half: bool
+    field: Float[Array, ...],
+    g: Float[Array, ...],
+    surface: Surface,
+    order: int,
+    spacing: float,
+    half: bool,
 ) -> Float[Array, ...]:
     """Return differences g of a field with the shots first, with those next to the surface.
 
@@ -205,18 +273,19 @@ def near_differences(
         True for differences at half points, of a field at the cell centres.
     """
     axis = surface.axis + 1 - g.ndim
-    table = _TO_HALVES if half else _TO_CENTERS
+    near = surface_differences(order)
+    table = near.to_halves if half else near.to_centers
     rows, reach = table.shape
     table = table / spacing
     if surface.end == 1:  # mirrored
         table = -table[::-1, ::-1]
     cells = g.shape[axis]
-    near = lax.slice_in_dim(field, *_ends(surface, reach, cells), axis=axis + g.ndim)
+    cut = lax.slice_in_dim(field, *_ends(surface, reach, cells), axis=axis + g.ndim)
     rest = lax.slice_in_dim(
         g, *((rows, cells) if surface.end == 0 else (0, cells - rows)), axis=axis + g.ndim
     )
     first = jnp.moveaxis(
-        jnp.tensordot(jnp.asarray(table, g.dtype), near, ((1,), (axis + g.ndim,))), 0, axis
+        jnp.tensordot(jnp.asarray(table, g.dtype), cut, ((1,), (axis + g.ndim,))), 0, axis
     )
     return jnp.concatenate([first, rest] if surface.end == 0 else [rest, first], axis)
 
@@ -237,39 +306,39 @@ def without_traction(
 
 
 def source_factors(
-    surface: Surface | None, tile: WaveTile, half: bool
+    surface: Surface | None, tile: WaveTile, order: int, half: bool
 ) -> Float[np.ndarray, "*ones"]:
     """Return 1 / weight of the points next to the surface, which sources are multiplied by."""
     axes = tile.grid.ndim
     if surface is None or not is_at(surface, tile):
         return np.ones((1,) * axes)
     weights = np.ones(tile.shape[surface.axis])
-    near = _HALF_WEIGHTS if half else _CENTER_WEIGHTS
+    near = surface_differences(order)[3 if half else 2]
     weights[: len(near)] = near
     if surface.end == 1:
         weights = weights[::-1]
     return (1 / weights).reshape([-1 if axis == surface.axis else 1 for axis in range(axes)])
 
 
-def surface_profile() -> Float[np.ndarray, " 56"]:
+def surface_profile(order: int) -> Float[np.ndarray, " values"]:
     """Return the differences and the weights of a last side as elastic_rows.h reads them.
 
     For differences to the centres and to half points, and for each distance of the point from the
-    surface, these are the coefficients of the last six points less those of the inside, per
-    spacing. Then the weights of the points.
+    surface, these are the coefficients of the last points less those of the inside, per spacing.
+    Then the weights of the points.
     """
-    rows, points = 4, 6
+    differences = surface_differences(order)
+    rows, points = len(differences.to_halves), surface_cells(order)
     coefficients = np.zeros((2, rows, points))
     weights = np.ones((2, rows))
-    for half, (table, near) in enumerate(
-        ((_TO_CENTERS, _CENTER_WEIGHTS), (_TO_HALVES, _HALF_WEIGHTS))
-    ):
+    for half, (table, near) in enumerate(zip(differences[:2], differences[2:], strict=True)):
         weights[half, : len(near)] = near
         for depth, row in enumerate(table):
             coefficients[half, depth, : len(row)] = -row
-            for shift, c in zip((-2, -1, 0, 1), (FAR, -NEAR, NEAR, -FAR), strict=True):
-                if (at := depth - shift - half) >= 0:
-                    coefficients[half, depth, at] -= c
+            for n, c in enumerate(STAGGERED_DIFFERENCES[order]):
+                for shift, sign in ((n, 1), (-1 - n, -1)):
+                    if (at := depth - shift - half) >= 0:
+                        coefficients[half, depth, at] -= sign * c
     return np.concatenate([coefficients.ravel(), weights.ravel()])
 
 

@@ -70,9 +70,9 @@ class Recording(NamedTuple):
 class Elastic:
     """Elastic waves on a grid with two axes (P and SV) or three: velocities and stresses.
 
-    A staggered grid, fourth order in space and second order in time, with convolutional perfectly
-    matched layers (C-PML) around the model. docs/elastic.md describes the scheme. Cells with mu = 0
-    are fluid.
+    A staggered grid, second order in time, fourth or eighth order in space, with convolutional
+    perfectly matched layers (C-PML) around the model. docs/elastic.md describes the scheme. Cells
+    with mu = 0 are fluid.
 
     Parameters
     ----------
@@ -120,6 +120,9 @@ class Elastic:
     reference
         The frequency at which lam, mu and rho give the phase velocities, in Hz. Default:
         `relaxation.reference`, the geometric mean of its band.
+    order
+        Order of accuracy in space: 4 or 8. Order 8 needs fewer cells in a wavelength, and a time
+        step that is 9 % smaller on the same cells.
 
     Raises
     ------
@@ -165,6 +168,7 @@ class Elastic:
     free_surface: Side | None = None
     relaxation: Relaxation | None = None
     reference: float | None = None
+    order: int = 4
 
     def __post_init__(self) -> None:
         pml = without_layer(self.pml, self._surface, self.grid.ndim, "Elastic")
@@ -187,7 +191,7 @@ class Elastic:
     def stable_length(self) -> float:
         """The largest stable time step, times the velocity that limits it, in m."""
         surface = self._surface
-        return staggered_limit(self.grid, surface.axis if surface else None)
+        return staggered_limit(self.grid, self.order, surface.axis if surface else None)
 
     @property
     def tile(self) -> WaveTile:
@@ -197,9 +201,10 @@ class Elastic:
     def largest_time_step(self, medium: ElasticMedium) -> float:
         """Return the largest stable time step for a medium, in s (collective).
 
-        It is (6/7) / (v sqrt(1/hx^2 + 1/hy^2)), with 1/hz^2 in the sum on three axes. The velocity
-        v is little more than the largest P velocity, but much more if some cells are as light as
-        air. A free surface makes the step up to 0.4 % smaller.
+        It is k / (v sqrt(1/hx^2 + 1/hy^2)), with 1/hz^2 in the sum on three axes, and k = 6/7 at
+        order 4, 0.7774 at order 8. The velocity v is little more than the largest P velocity, but
+        much more if some cells are as light as air. A free surface makes the step up to 0.4 %
+        smaller at order 4.
         With attenuation it is that of the unrelaxed moduli.
 
         Parameters
@@ -223,7 +228,7 @@ class Elastic:
             if not np.all(factors > self.relaxation.smallest_q):
                 raise ValueError(f"{name}: {low_q_text(self.relaxation).format(*factors)}")
         parameters = moduli(self.relaxation, self._reference, Lame(lam, mu), qp, qs)
-        return largest_step(name, parameters, rho, self.stable_length, self.grid.comm)
+        return largest_step(name, parameters, rho, self.order, self.stable_length, self.grid.comm)
 
     def propagate(
         self,
@@ -292,7 +297,9 @@ class Elastic:
         if self.relaxation is not None:
             require_factors(self.relaxation, qp, qs, self.grid.comm)
         both = moduli(self.relaxation, self._reference, Lame(lam, mu), qp, qs)
-        limit, fastest = require_stable(both, rho, self.dt, self.stable_length, self.grid.comm)
+        limit, fastest = require_stable(
+            both, rho, self.dt, self.order, self.stable_length, self.grid.comm
+        )
         arguments.warn_of_units(self, limit, fastest)
         shape = (survey.n_shots, survey.n_sources, self.steps)
         amplitudes = jnp.broadcast_to(wavelets.astype(lam.dtype), shape)
@@ -390,6 +397,7 @@ def make_scheme(model: Elastic, survey: Survey) -> Scheme:
     sources, receivers = tables(tile, survey, model.source, model.components, surface)
     return Scheme(
         tile,
+        model.order,
         model.dt,
         model.steps,
         layers,

@@ -9,8 +9,8 @@ differences D+ (half a cell further) and D- (half a cell back), step n is:
     s_ij += dt mu (D+j v_i + D+i v_j)
 
 with the velocities v, the buoyancies b and the stresses s (Virieux 1986, fourth order: Levander
-1988, three axes: Graves 1996). In the layers every difference g is replaced by g + psi, with
-psi = b psi + a g. At a free surface they are those of `free_surface`.
+1988, three axes: Graves 1996, eighth order: Fornberg 1988). In the layers every difference g is
+replaced by g + psi, with psi = b psi + a g. At a free surface they are those of `free_surface`.
 """
 
 from __future__ import annotations
@@ -26,10 +26,9 @@ from jax import lax
 
 from mpigrad.extend import Array, Float, put, take
 from mpigrad.waves.absorbing import Layer, exchange_faces
+from mpigrad.waves.arguments import STAGGERED_DIFFERENCES
 from mpigrad.waves.elastic.attenuation import Loss, relax
 from mpigrad.waves.elastic.media import (
-    FAR,
-    NEAR,
     AnelasticState,
     Fields,
     Media,
@@ -44,7 +43,6 @@ from mpigrad.waves.elastic.media import (
     stagger_of,
 )
 from mpigrad.waves.elastic.scheme import (
-    REACH,
     SOURCES,
     Points,
     Scheme,
@@ -78,7 +76,7 @@ def propagate(
     ]
     driven = axis_of(SOURCES[scheme.source])
     on_half = scheme.surface is not None and driven == scheme.surface.axis
-    factors = source_factors(scheme.surface, scheme.tile, on_half)
+    factors = source_factors(scheme.surface, scheme.tile, scheme.order, on_half)
     factors = jnp.asarray(factors / math.prod(scheme.tile.grid.spacing), amplitudes.dtype)
 
     def recorded(state: AnyState, component: str) -> jax.Array:
@@ -128,7 +126,7 @@ def step(
     memories = [[m[:, k] for k in range(2 * n)] for m in fields.memories]
 
     def padded(field: Callable[[int, int], jax.Array]) -> tuple[list[jax.Array], ...]:
-        return exchange_faces(tile, REACH, *[[field(a, b) for b in orders[a]] for a in axes])
+        return exchange_faces(tile, scheme.reach, *[[field(a, b) for b in orders[a]] for a in axes])
 
     def stress(a: int, b: int) -> jax.Array:
         return fields.normals[a] if a == b else fields.shears[pairs.index((min(a, b), max(a, b)))]
@@ -137,10 +135,12 @@ def step(
         """Return a derivative along an axis, at half points or at cell centres."""
         k = orders[axis].index(b)
         field, h = group[axis][k], tile.grid.spacing[axis]
-        g = _difference(field, axis, half == (stagger_of(scheme.surface, axis) > 0), h)
+        further = half == (stagger_of(scheme.surface, axis) > 0)
+        g = _difference(field, axis, further, scheme.order, h)
         if scheme.surface and scheme.surface.axis == axis and is_at(scheme.surface, tile):
-            inside = lax.slice_in_dim(field, REACH, field.shape[1 + axis] - REACH, axis=1 + axis)
-            g = near_differences(inside, g, scheme.surface, h, half)
+            reach, cells = scheme.reach, field.shape[1 + axis]
+            inside = lax.slice_in_dim(field, reach, cells - reach, axis=1 + axis)
+            g = near_differences(inside, g, scheme.surface, scheme.order, h, half)
         memory = memories[axis]
         k = k if group is stresses else n + k
         g, memory[k] = _absorbed(g, memory[k], scheme.layers[axis], axis, half=int(half))
@@ -189,15 +189,19 @@ def _total(terms: Iterable[jax.Array]) -> jax.Array:
     return functools.reduce(operator.add, terms)
 
 
-def _difference(field: jax.Array, axis: int, further: bool, spacing: float) -> jax.Array:
-    """Return the fourth-order difference of a field that is padded by REACH cells along an axis."""
-    cells = field.shape[1 + axis] - 2 * REACH
+def _difference(
+    field: jax.Array, axis: int, further: bool, order: int, spacing: float
+) -> jax.Array:
+    """Return the difference of a field that is padded by order / 2 cells along an axis."""
+    cells = field.shape[1 + axis] - order
 
     def at(k: int) -> jax.Array:
-        start = REACH + k + further
+        start = order // 2 + k + further
         return lax.slice_in_dim(field, start, start + cells, axis=1 + axis)
 
-    return (NEAR / spacing) * (at(0) - at(-1)) - (FAR / spacing) * (at(1) - at(-2))
+    return _total(
+        (c / spacing) * (at(n) - at(-1 - n)) for n, c in enumerate(STAGGERED_DIFFERENCES[order])
+    )
 
 
 def _absorbed(

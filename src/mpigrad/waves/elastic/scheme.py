@@ -11,16 +11,20 @@ import numpy as np
 
 from mpigrad.waves import arguments
 from mpigrad.waves.absorbing import Layer, Surface, WaveTile, surface_of
-from mpigrad.waves.arguments import common_settings, fingerprint
+from mpigrad.waves.arguments import STAGGERED_DIFFERENCES, common_settings, fingerprint
 from mpigrad.waves.elastic.attenuation import step_constants
-from mpigrad.waves.elastic.media import CELLS, stagger_of, state_shapes, surface_profile
+from mpigrad.waves.elastic.media import (
+    stagger_of,
+    state_shapes,
+    surface_cells,
+    surface_profile,
+)
 from mpigrad.waves.native_run import ElasticSettings, Run, RunSettings
 from mpigrad.waves.options import Storage
 from mpigrad.waves.relaxation import Relaxation
 from mpigrad.waves.survey import PointTable, Survey, point_table
 
 __all__ = [
-    "REACH",
     "SOURCES",
     "Component",
     "Points",
@@ -39,7 +43,6 @@ __all__ = [
 Source = Literal["explosive", "force_x", "force_y", "force_z"]
 Component = Literal["vx", "vy", "vz", "pressure"]
 
-REACH = 2  # cells that a difference reaches beyond a tile
 _KINDS = {"pressure": 0, "vx": 1, "vy": 2, "vz": 3}  # Kind in native/waves/elastic.h
 # The field that each kind of source drives.
 SOURCES = {"explosive": "pressure", "force_x": "vx", "force_y": "vy", "force_z": "vz"}
@@ -95,6 +98,7 @@ class Scheme:
     """
 
     tile: WaveTile
+    order: int
     dt: float
     steps: int
     layers: tuple[Layer, ...]
@@ -110,11 +114,17 @@ class Scheme:
     relaxation: Relaxation | None
     reference: float
 
+    @property
+    def reach(self) -> int:
+        """Number of cells that a difference reaches beyond a tile."""
+        return self.order // 2
+
     @functools.cached_property
     def settings(self) -> dict[str, Any]:
         """Everything that must be the same on all ranks, by name."""
         common = common_settings(self.tile, self.dt, self.steps, self.survey, self.storage)
         return common | {
+            "order": self.order,
             "velocity, frequency and reflection of the layers": self.absorbs,
             "source": self.source,
             "components": self.components,
@@ -146,7 +156,7 @@ class Scheme:
         return Run(
             self.tile,
             RunSettings(
-                reach=REACH,
+                reach=self.reach,
                 steps=self.steps,
                 shots=survey.n_shots,
                 threads=self.threads,
@@ -166,7 +176,7 @@ class Scheme:
                 for k, profile in enumerate(profiles)
             ]
             + constants
-            + ([surface_profile()] if self.surface else []),
+            + ([surface_profile(self.order)] if self.surface else []),
             tables=(
                 (survey.n_shots, survey.n_sources, self.source_table),
                 (
@@ -235,7 +245,11 @@ def points_of(table: PointTable, shots: int, count: int, shape: tuple[int, ...])
 
 def check_settings(model: Any) -> None:
     """Raise a ValueError if a setting of an `Elastic` is not valid."""
-    arguments.check_settings(model, ("dt", "steps", "frequency"), REACH, axes=(2, 3))
+    if model.order not in STAGGERED_DIFFERENCES:
+        raise ValueError(
+            f"Elastic: order must be one of {tuple(STAGGERED_DIFFERENCES)}, got {model.order!r}."
+        )
+    arguments.check_settings(model, ("dt", "steps", "frequency"), model.order // 2, axes=(2, 3))
     axes = model.grid.ndim
     components = components_of(axes)
     sources = tuple(name for name, field in SOURCES.items() if field in components)
@@ -255,10 +269,11 @@ def check_settings(model: Any) -> None:
             "Leave keep out, or give a number of steps."
         )
     surface = surface_of(model.free_surface, axes, "Elastic")
-    if surface and model.grid.smallest_tile[surface.axis] < CELLS:
+    cells = surface_cells(model.order)
+    if surface and model.grid.smallest_tile[surface.axis] < cells:
         raise ValueError(
             f"Elastic: the smallest tile has {model.grid.smallest_tile[surface.axis]} cells along "
-            f"the axis of the free surface, {surface.axis}, and needs {CELLS}. Use other dims or "
+            f"the axis of the free surface, {surface.axis}, and needs {cells}. Use other dims or "
             "more cells."
         )
 
