@@ -103,7 +103,9 @@ def read_inputs(settings: Settings) -> Inputs:
         start = blurred(experiment.fields, held, held, experiment, settings.water)
     else:
         start = physics.complete(_read_start(initial, experiment), names)
-        warn_of_units(dataclasses.replace(experiment, fields=start, speeds=speeds_of(start)))
+        warn_of_units(
+            dataclasses.replace(experiment, fields=start, speeds=speeds_of(start, options))
+        )
     data = None
     if settings.data is not None:
         data = read_data(settings.data, len(physics.components), experiment)

@@ -121,7 +121,8 @@ class ElasticPhysics(Physics):
         stiffness = lam + 2 * mu
         largest = jnp.stack([jnp.max(x) for x in (stiffness / rho, -rho, stiffness)])
         square, density, stiffest = allreduce(largest, op=MPI.MAX, comm=self.grid.comm)
-        return jnp.sqrt(limiting_square(self.kernels.order, square, -density, stiffest))
+        order, surface = self.kernels.order, self.kernels.free_surface
+        return jnp.sqrt(limiting_square(order, surface, square, -density, stiffest))
 
     def is_valid(self, fields: Mapping[str, Float[Array, "lx ly"]]) -> Bool[Array, ""]:
         lam, mu, rho = self._rounded(fields)

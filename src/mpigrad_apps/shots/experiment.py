@@ -213,7 +213,7 @@ def experiment_of(
     spacing = spacing_of(options, model)
     acquisition = model.acquisition
     size = tuple(n * h for n, h in zip(model.shape, spacing, strict=True))
-    speeds = speeds_of(fields) if speeds is None else speeds
+    speeds = speeds_of(fields, options) if speeds is None else speeds
     fast, slow, limiting = speeds
     stable = stable_step(limiting, spacing)
     dt = options.dt or (acquisition.dt if acquisition else stable)
@@ -285,20 +285,22 @@ def p_velocity(fields: Mapping[str, Any]) -> Any:
     return ((fields["lambda"] + 2 * fields["mu"]) / fields["rho"]) ** 0.5
 
 
-def limiting_velocity(fields: Fields) -> float:
-    """Return the velocity that limits the time step, in m/s."""
-    square = p_velocity(fields) ** 2
-    if "rho" in fields:
-        density = fields["rho"]
-        stiffest = np.max(density * square)
-        return float(np.sqrt(limiting_square(4, np.max(square), np.min(density), stiffest)))
-    return float(np.max(p_velocity(fields)))
+def limiting_velocity(fields: Fields, options: WaveOptions) -> float:
+    """Return the velocity that limits the time step of elastic waves, in m/s."""
+    square, density = p_velocity(fields) ** 2, fields["rho"]
+    extremes = np.max(square), np.min(density), np.max(density * square)
+    return float(np.sqrt(limiting_square(options.order, options.free_surface, *extremes)))
 
 
-def speeds_of(fields: Fields) -> Speeds:
-    """Return the velocities of a model, or of the cells of a volume that a rank holds."""
-    fastest = float(np.max(p_velocity(fields)))
-    return Speeds(fastest, slowest_velocity(fields), limiting_velocity(fields))
+def speeds_of(fields: Fields, options: WaveOptions | None = None) -> Speeds:
+    """Return the velocities of a model, or of the cells of a volume that a rank holds.
+
+    Elastic waves have options.
+    """
+    fastest = limiting = float(np.max(p_velocity(fields)))
+    if options is not None and "rho" in fields:
+        limiting = limiting_velocity(fields, options)
+    return Speeds(fastest, slowest_velocity(fields), limiting)
 
 
 def stable_step(velocity: float, spacing: tuple[float, ...]) -> float:

@@ -37,7 +37,7 @@ class WaveOptions:
     spacing: tuple[float, ...] | None = None
     """Size of a cell along each axis in m. Default: the model file's, or 10."""
     dt: float | None = None
-    """Time step in s. Default: the file's, or 0.7 of the largest stable one."""
+    """Time step in s. Default: the file's, or 0.7 of the largest stable one (order 8: 0.77)."""
     steps: int | None = None
     """Number of time steps. Default: the file's, or enough for waves to cross the model twice."""
     frequency: float | None = None

@@ -281,7 +281,10 @@ def test_the_largest_time_step_is_stable(comm, side, order):
 
     water = [x.copy() for x in random_model(cells)]
     water[1][:, :3], water[0][:, :3], water[2][:, :3] = 0, 2.2e9, 1000.0
-    for model in (homogeneous(elastic.grid), water):
+    depth = np.arange(cells[1])[:: 1 if side == "y0" else -1]
+    rho = np.where((depth == 1) | (depth == 4), 1000.0, 100.0) * np.ones(cells)
+    stripes = [rho * 1500.0**2, 0 * rho, rho]
+    for model in (homogeneous(elastic.grid), water, stripes):
         media = [jnp.asarray(x) for x in model]
         matrix = -np.asarray(twice(*media)).reshape(len(basis), -1)
         eigenvalues = np.linalg.eigvals(matrix)

@@ -144,7 +144,7 @@ class Acoustic:
         surface = surface_of(self.free_surface, self.grid.ndim, "Acoustic")
         pml = without_layer(self.pml, surface, self.grid.ndim, "Acoustic")
         object.__setattr__(self, "pml", pml)
-        if self.order not in SECOND_DERIVATIVES:
+        if not (isinstance(self.order, int) and self.order in SECOND_DERIVATIVES):
             raise ValueError(
                 f"Acoustic: order must be one of {tuple(SECOND_DERIVATIVES)}, got {self.order!r}."
             )

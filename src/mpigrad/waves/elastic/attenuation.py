@@ -169,6 +169,7 @@ def require_stable(
     rho: jax.Array,
     dt: float,
     order: int,
+    surface: bool,
     stable_length: float,
     comm: Communicator,
 ) -> tuple[jax.Array, jax.Array]:
@@ -179,7 +180,7 @@ def require_stable(
     local = _extremes(*jax.lax.stop_gradient((moduli, rho)))
     extremes = allreduce(local, op=MPI.MAX, comm=comm)
     require(_is_valid(extremes), _invalid_text(rho.ndim), *_values(extremes), comm=comm)
-    limit = stable_length / jnp.sqrt(_square(order, extremes))
+    limit = stable_length / jnp.sqrt(_square(order, surface, extremes))
     vp, light, stiff = jnp.sqrt(extremes[3]), -extremes[2], extremes[4]
     stable = dt <= limit * (1 + 1e-6)
     require(stable, UNSTABLE, dt, limit, vp, light, stiff, comm=comm)
@@ -191,6 +192,7 @@ def largest_step(
     moduli: Moduli,
     rho: jax.Array,
     order: int,
+    surface: bool,
     stable_length: float,
     comm: Communicator,
 ) -> float:
@@ -199,7 +201,7 @@ def largest_step(
     extremes = np.max(comm.mpi.allgather(local), axis=0)
     if not _is_valid(extremes):
         raise ValueError(f"{name}: {_invalid_text(rho.ndim).format(*_values(extremes))}")
-    return stable_length / math.sqrt(_square(order, extremes))
+    return stable_length / math.sqrt(_square(order, surface, extremes))
 
 
 def _invalid_text(axes: int) -> str:
@@ -221,8 +223,8 @@ def _extremes(moduli: Moduli, rho: Any) -> jax.Array:
     return jnp.maximum(largest(*unrelaxed), largest(*relaxed))
 
 
-def _square(order: int, extremes: Any) -> Any:
-    return limiting_square(order, extremes[3], -extremes[2], extremes[4])
+def _square(order: int, surface: bool, extremes: Any) -> Any:
+    return limiting_square(order, surface, extremes[3], -extremes[2], extremes[4])
 
 
 def _is_valid(extremes: Any) -> Any:

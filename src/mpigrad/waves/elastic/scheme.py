@@ -245,7 +245,7 @@ def points_of(table: PointTable, shots: int, count: int, shape: tuple[int, ...])
 
 def check_settings(model: Any) -> None:
     """Raise a ValueError if a setting of an `Elastic` is not valid."""
-    if model.order not in STAGGERED_DIFFERENCES:
+    if not (isinstance(model.order, int) and model.order in STAGGERED_DIFFERENCES):
         raise ValueError(
             f"Elastic: order must be one of {tuple(STAGGERED_DIFFERENCES)}, got {model.order!r}."
         )
