@@ -1,5 +1,5 @@
-// Elastic waves on N axes, of order 2 R in space, for the time loop of propagate.h. A step has two phases, the velocities from the
-// stresses, then the stresses from the velocities. Those of the adjoint do the same backwards in time. A run
+// Elastic waves on N axes, of order 2 R in space, for the time loop of propagate.h. A step has two phases, the
+// velocities from the stresses, then the stresses from the velocities. Those of the adjoint do the same backwards in time. A run
 // that is saved writes the velocities of each step, and the memories of their derivatives, directly into the
 // history instead of the wave's own fields.
 //

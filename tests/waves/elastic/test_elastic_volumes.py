@@ -59,6 +59,15 @@ def test_kernels_agree_with_one_rank(comm, alone, axis):
     agrees_with_one_rank(comm, alone, axis, other="native")
 
 
+@LONG
+@pytest.mark.ranks(2)
+def test_order_8(comm, alone):
+    """Kernels on the smallest tiles and the JAX program on one rank. Their adjoint."""
+    agrees_with_one_rank(comm, alone, 0, common={"order": 8})
+    run, zeros = case.relative(case.model(comm, (2, 1, 1), backend="native", order=8))
+    assert mpigrad.dot_test(run, zeros, comm=comm, rtol=1e-12).error < 1e-12
+
+
 @pytest.mark.full("test_fields_that_do_not_vary has the reference on 2 ranks")
 @pytest.mark.parametrize("axis", [None, 0, 1, 2])
 def test_the_reference_agrees_with_one_rank(comm, alone, axis):
