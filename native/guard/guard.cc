@@ -6,6 +6,7 @@
 
 #include <algorithm>
 #include <cstdio>
+#include <functional>
 #include <memory>
 #include <mutex>
 #include <set>
@@ -526,6 +527,14 @@ void Post::matched(size_t i, int64_t source, int64_t tag) {
   if (from_[i]) add(from_[i]->posted, 1);
 }
 
+const char* interned(std::string_view text) {
+  static std::mutex mutex;
+  static auto& texts = *new std::set<std::string, std::less<>>;
+  const std::lock_guard lock(mutex);
+  const auto found = texts.find(text);
+  return (found == texts.end() ? texts.emplace(text).first : found)->c_str();
+}
+
 }  // namespace mpigrad
 
 using namespace mpigrad;
@@ -563,13 +572,6 @@ MPIGRAD_EXPORT void mpigrad_end_child() {
   _exit(exit_code);
 }
 
-// A permanent copy of a text, which Python will free.
-static const char* interned(const char* text) {
-  static std::mutex mutex;
-  static auto& texts = *new std::set<std::string>;
-  const std::lock_guard lock(mutex);
-  return texts.insert(text).first->c_str();
-}
 
 // Begin a blocking call that Python makes itself. `slot` is -1 if the communicator is unknown.
 // Returns nullptr, or the reason why the call is refused. `begun` says whether mpigrad_end must

@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <initializer_list>
 #include <string>
+#include <string_view>
 
 #include "guard/board.h"
 #include "guard/watch.h"
@@ -68,6 +69,9 @@ std::string disagreement(int64_t slot, const int64_t* sequences);
 
 // Let MPI make progress while this rank waits outside MPI.
 void move_messages(int64_t slot);
+
+// A permanent copy of the name of an operation: watches and traces keep its address only.
+const char* interned(std::string_view text);
 
 // Note that an operation failed: unreceived messages of this rank are expected from now on.
 MPIGRAD_SHARED void mark_failure();

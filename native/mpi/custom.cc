@@ -1,4 +1,5 @@
-// Custom operations: the user's Python functions, which call mpi4py.
+// Calls of Python functions that exchange messages: a user's custom operations, which call mpi4py, and
+// solves by PETSc, which petsc4py calls. Reports and traces show them as `operation`.
 #include "mpi/handler.h"
 
 namespace mpigrad {
@@ -9,8 +10,8 @@ using Callback = int (*)(int64_t id, void* const* xs, void* const* ys, char* err
 Callback callback = nullptr;
 
 ffi::Error custom(Token, ffi::RemainingArgs operands, TokenOut, ffi::RemainingRets results,
-                  int64_t comm, int64_t site, int64_t id) {
-  Call c("custom_operation", comm, site, 0);
+                  int64_t comm, int64_t site, int64_t id, std::string_view operation) {
+  Call c(interned(operation), comm, site, 0);
   std::vector<void*> xs, ys;
   int64_t bytes = 0;
   for (size_t i = 0; i < operands.size(); ++i) {
@@ -36,4 +37,4 @@ MPIGRAD_EXPORT void mpigrad_set_custom_callback(mpigrad::Callback callback) {
 
 MPIGRAD_HANDLER(mpigrad_custom, custom,
                 MPIGRAD_BIND MPIGRAD_IN.RemainingArgs() MPIGRAD_OUT.RemainingRets() MPIGRAD_WHERE
-                    MPIGRAD_ATTR(id));
+                    MPIGRAD_ATTR(id).Attr<std::string_view>("operation"));

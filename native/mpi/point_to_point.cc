@@ -1,7 +1,4 @@
 // Messages between two ranks, and packed exchanges with neighbours.
-#include <functional>
-#include <mutex>
-#include <set>
 #include <string>
 #include <string_view>
 
@@ -175,16 +172,6 @@ ffi::Error sendrecv(Token, Buffer x, TokenOut, BufferOut y, int64_t comm, int64_
     return ffi::Error::Success();
   }
   return unpack(c, coming, code, status, static_cast<int>(source), out, result);
-}
-
-// The name of an operation at an address that stays valid: traces keep only the address.
-const char* interned(std::string_view name) {
-  static std::mutex lock;
-  static std::set<std::string, std::less<>> names;
-  const std::lock_guard<std::mutex> guard(lock);
-  auto found = names.find(name);
-  if (found == names.end()) found = names.emplace(name).first;
-  return found->c_str();
 }
 
 // One message to and from each neighbour. x and y are packed by neighbour along axis 0. Reports and

@@ -39,7 +39,7 @@ from mpigrad.operations.carrier import (
 )
 from mpigrad.operations.collectives import alltoall_p
 from mpigrad.operations.computation import Activity, NativeCall, primitive
-from mpigrad.operations.custom import Function
+from mpigrad.operations.custom import Function, HostCall, array_at
 from mpigrad.operations.local_programs import (
     as_array,
     index_array,
@@ -99,6 +99,7 @@ __all__ = [
     "Complex",
     "Float",
     "Function",
+    "HostCall",
     "Int",
     "KeptArray",
     "NativeCall",
@@ -106,6 +107,7 @@ __all__ = [
     "StateFolder",
     "allow_messages_in_rules",
     "alltoall_p",
+    "array_at",
     "arrays",
     "as_array",
     "assert_same_on_all_ranks",

@@ -1,4 +1,4 @@
-"""Operations that a user writes with mpi4py on NumPy arrays."""
+"""Python functions that a program calls: operations that a user writes with mpi4py, and others."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import math
 import pathlib
 import secrets
 import traceback
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -24,7 +25,92 @@ from mpigrad.operations.pytree_packing import arrays
 from mpigrad.runtime.call_sites import call_site, utf8
 from mpigrad.runtime.native import ARITHMETIC_DTYPES, library
 
-__all__ = ["custom_operation"]
+__all__ = ["HostCall", "array_at", "custom_operation"]
+
+# ---- Python functions that a compiled program calls ----
+
+
+class HostCall:
+    """A Python function that a compiled program calls with the addresses of its arrays.
+
+    A subclass implements `run`. It is a parameter of a primitive whose native call has the target
+    "mpigrad_custom" and these attributes, and keeps this parameter alive. The function may exchange
+    messages by other libraries. If it raises an exception, the operation ends with its text.
+
+    Attributes
+    ----------
+    shown_as
+        The name of the operation in errors, reports and traces.
+    """
+
+    shown_as = "custom_operation"
+
+    def run(self, xs: Any, ys: Any) -> None:
+        """Read the operands at the addresses `xs`, and write the results to the addresses `ys`."""
+        raise NotImplementedError
+
+    def hint(self, frames: list[traceback.FrameSummary]) -> str:
+        """Return a line for the text of an exception that was raised at `frames`, or ""."""
+        del frames
+        return ""
+
+    @functools.cached_property
+    def number(self) -> int:
+        """The number by which compiled programs name the call.
+
+        It is random: a program that another process has compiled and written to disk must not find
+        another call under the same number.
+        """
+        _connect()
+        number = secrets.randbits(62)
+        _calls[number] = self
+        return number
+
+    def attributes(self, comm: int, site: int) -> dict[str, Any]:
+        """Return the attributes of the native call, on the communicator in this slot."""
+        return {"comm": comm, "site": site, "id": self.number, "operation": self.shown_as}
+
+
+def array_at(address: int | None, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+    """Return the array at one of the addresses that `HostCall.run` gets."""
+    bytes_ = math.prod(shape) * dtype.itemsize
+    if not bytes_ or address is None:
+        return np.empty(shape, dtype)
+    memory: Any = (ctypes.c_char * bytes_).from_address(address)
+    return np.frombuffer(memory, dtype).reshape(shape)
+
+
+_calls: weakref.WeakValueDictionary[int, HostCall] = weakref.WeakValueDictionary()
+
+
+@ctypes.CFUNCTYPE(
+    ctypes.c_int,
+    ctypes.c_int64,
+    ctypes.POINTER(ctypes.c_void_p),
+    ctypes.POINTER(ctypes.c_void_p),
+    ctypes.POINTER(ctypes.c_char),
+    ctypes.c_int64,
+)
+def _run(number: int, xs: Any, ys: Any, error: Any, length: int) -> int:
+    """Run a call, and turn an exception into the text of the operation's error."""
+    call = _calls[number]
+    try:
+        call.run(xs, ys)
+    except BaseException as exception:
+        frames = traceback.extract_tb(exception.__traceback__)[2:]  # starts in the user's function
+        text = f"{type(exception).__name__}: {exception}\n{call.hint(list(frames))}"
+        data = utf8(text.rstrip("\n"), length - 1) + b"\0"
+        ctypes.memmove(error, data, len(data))
+        return 1
+    return 0
+
+
+@functools.cache
+def _connect() -> None:
+    library().mpigrad_set_custom_callback(_run)
+
+
+# ---- Operations that a user writes with mpi4py on NumPy arrays ----
 
 Function = Callable[[Any, MPI.Intracomm], Any]
 _MPI4PY_ONLY = (
@@ -68,7 +154,7 @@ class _Bare(str):
 
 
 @dataclass(frozen=True)
-class _Call:
+class _Call(HostCall):
     """One of the two functions for operands of one type. `batch` are the leading axes of vmap."""
 
     operation: _Operation
@@ -78,8 +164,7 @@ class _Call:
     operand: _Type  # without the batch, as the result
     result: _Type
 
-    def __call__(self, xs: Any, ys: Any) -> None:
-        """Read the operands at the addresses `xs`, and write the results to the addresses `ys`."""
+    def run(self, xs: Any, ys: Any) -> None:
         name = f"{self.operation.name} ({'transpose' if self.transposed else 'forward'})"
         function = self.operation.transpose if self.transposed else self.operation.forward
         operands, results = self._at(xs, self.operand), self._at(ys, self.result)
@@ -115,72 +200,30 @@ class _Call:
 
     def _at(self, addresses: Any, type_: _Type) -> list[np.ndarray]:
         return [
-            _array(addresses[i], (math.prod(self.batch), *shape), dtype)
+            array_at(addresses[i], (math.prod(self.batch), *shape), dtype)
             for i, (shape, dtype) in enumerate(type_.leaves)
         ]
 
-
-def _array(address: int | None, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-    bytes_ = math.prod(shape) * dtype.itemsize
-    if not bytes_ or address is None:
-        return np.empty(shape, dtype)
-    memory: Any = (ctypes.c_char * bytes_).from_address(address)
-    return np.frombuffer(memory, dtype).reshape(shape)
-
-
-# Compiled programs name a call by its number. The number is random: a program that another process
-# has compiled and written to disk must not find another call under the same number.
-_numbers: dict[_Call, int] = {}
-_calls: dict[int, _Call] = {}
-_communicators: dict[int, MPI.Intracomm] = {}
-
-
-def _number(call: _Call) -> int:
-    if call not in _numbers:
-        number = _numbers[call] = secrets.randbits(62)
-        _calls[number] = call
-    return _numbers[call]
-
-
-@ctypes.CFUNCTYPE(
-    ctypes.c_int,
-    ctypes.c_int64,
-    ctypes.POINTER(ctypes.c_void_p),
-    ctypes.POINTER(ctypes.c_void_p),
-    ctypes.POINTER(ctypes.c_char),
-    ctypes.c_int64,
-)
-def _run(number: int, xs: Any, ys: Any, error: Any, length: int) -> int:
-    """Run a call, and turn an exception into the text of the operation's error."""
-    try:
-        _calls[number](xs, ys)
-    except BaseException as exception:
-        frames = traceback.extract_tb(exception.__traceback__)[2:]  # starts in the user's function
+    def hint(self, frames: list[traceback.FrameSummary]) -> str:
         shown = [*frames[:1], *frames[1:][-4:]]
         lines = [f"  {f.filename}:{f.lineno} in {f.name}: {f.line}" for f in shown]
-        call = _calls[number]
-        moved = (*call.operand.leaves, *call.result.leaves)
+        moved = (*self.operand.leaves, *self.result.leaves)
         without_type = {dtype.name for _, dtype in moved} - ARITHMETIC_DTYPES
         if without_type and frames and "mpi4py" in pathlib.PurePath(frames[-1].filename).parts:
             lines.append(
                 f"  ({' and '.join(sorted(without_type))}: MPI has no such datatype. Convert it "
                 "first, for example x.astype('float32'), or move its bytes, x.view('uint8'))"
             )
-        text = "\n".join([f"{type(exception).__name__}: {exception}", *lines])
-        data = utf8(text, length - 1) + b"\0"
-        ctypes.memmove(error, data, len(data))
-        return 1
-    return 0
+        return "\n".join(lines)
 
 
-@functools.cache
-def _connect() -> None:
-    library().mpigrad_set_custom_callback(_run)
+_known: dict[_Call, _Call] = {}
+_communicators: dict[int, MPI.Intracomm] = {}
 
 
 def _attributes(avals: Any, p: dict[str, Any]) -> dict[str, Any]:
     call = _Call(p["operation"], p["transposed"], p["comm"], p["batch"], p["operand"], p["result"])
-    return {"comm": p["comm"], "site": p["site"], "id": _number(call)}
+    return _known.setdefault(call, call).attributes(p["comm"], p["site"])
 
 
 def _results(*xs: Any, result: _Type, batch: tuple[int, ...], **_: Any) -> list[ShapedArray]:

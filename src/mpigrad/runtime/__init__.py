@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from mpigrad.runtime.files import name_in_errors as name_in_errors
     from mpigrad.runtime.files import sync_directory as sync_directory
     from mpigrad.runtime.files import write_atomically as write_atomically
+    from mpigrad.runtime.mpi_library import find_mpi_libraries as find_mpi_libraries
     from mpigrad.runtime.native import library as library
     from mpigrad.runtime.native import mpi_library_path as mpi_library_path
     from mpigrad.runtime.native import record as record
@@ -26,6 +27,7 @@ _NAMES = {
     "ANY_MPI": "processor",
     "EarlierRun": "files",
     "earlier_run_error": "files",
+    "find_mpi_libraries": "mpi_library",
     "hypre_built_with": "processor",
     "last_record": "files",
     "last_save": "files",

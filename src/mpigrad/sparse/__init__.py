@@ -27,6 +27,7 @@ from mpigrad.sparse.solvers.methods import (
 )
 from mpigrad.sparse.solvers.nullspace import NullSpace
 from mpigrad.sparse.solvers.operator_solve import Operator
+from mpigrad.sparse.solvers.petsc import PETSc, why_no_petsc
 from mpigrad.sparse.solvers.preconditioners import PFMG, BoomerAMG, BoxMG, Jacobi, Preconditioner
 from mpigrad.sparse.solvers.solve import solve
 
@@ -47,6 +48,7 @@ __all__ = [
     "Multigrid",
     "NullSpace",
     "Operator",
+    "PETSc",
     "Pattern",
     "Preconditioner",
     "Result",
@@ -64,4 +66,5 @@ __all__ = [
     "solver_seconds",
     "sparse_jacobian",
     "why_no_hypre",
+    "why_no_petsc",
 ]

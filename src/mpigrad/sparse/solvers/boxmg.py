@@ -52,13 +52,13 @@ def run(
     b: jax.Array,
     x0: jax.Array,
     values_id: jax.Array,
+    null: jax.Array,
     *,
-    singular: bool,
     throw: bool,
     site: int,
 ) -> tuple[jax.Array, jax.Array]:
     """Solve for each right-hand side in turn, with the arguments of `jax_backend.run`."""
-    del singular
+    del null
     preconditioner = solver.preconditioner
     assert isinstance(preconditioner, BoxMG)
     x, info = solve_p.bind(

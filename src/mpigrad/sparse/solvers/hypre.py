@@ -181,8 +181,8 @@ def run(
     b: jax.Array,
     x0: jax.Array,
     values_id: jax.Array,
+    null: jax.Array,
     *,
-    singular: bool,
     throw: bool,
     site: int,
 ) -> tuple[jax.Array, jax.Array]:
@@ -193,8 +193,8 @@ def run(
     values_id
         Shape (1,): the id of the values in the info of an earlier solve. The values must be the
         same, so that they are not compared. Shape (0,): no id.
-    singular
-        True if the matrix has a null space.
+    null
+        Shape (1 or B, 1 or 2, k, n_local): right null vectors, and left ones if they differ.
     """
     preconditioner = solver.preconditioner
     assert preconditioner is not None
@@ -204,7 +204,7 @@ def run(
         b,
         x0,
         values_id,
-        system=_system(pattern, preconditioner, solver.symmetric, singular),
+        system=_system(pattern, preconditioner, solver.symmetric, null.shape[2] > 0),
         method=solver.hypre_method,
         restart=int(getattr(solver, "restart", 0)),
         rtol=float(solver.rtol),

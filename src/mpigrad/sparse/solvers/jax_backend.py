@@ -306,8 +306,8 @@ def run(
     b: jax.Array,
     x0: jax.Array,
     values_id: jax.Array | None = None,
+    null: jax.Array | None = None,
     *,
-    singular: bool = False,
     throw: bool,
     site: int,
 ) -> tuple[jax.Array, jax.Array]:
@@ -321,14 +321,14 @@ def run(
         Shape (B, n_local).
     x0
         The first guesses, shape (B, n_local), or (B, 0) for zeros.
-    values_id, singular
+    values_id, null
         Not used: see `hypre.run`.
 
     Returns
     -------
     x of shape (B, n_local), and the info of shape (B, INFO).
     """
-    del values_id, singular
+    del values_id, null
     n = b.shape[0]
     if x0.shape != b.shape:
         x0 = jnp.zeros_like(b)

@@ -76,6 +76,8 @@ class LinearSolver(abc.ABC):
         True for a method that accepts matrices with a positive diagonal only.
     judges_residual
         True for built-in methods, which check their input and end with the true residual.
+    keeps_factors
+        True for a method that can solve with the transpose of a matrix that it has kept.
 
     Examples
     --------
@@ -117,6 +119,7 @@ class LinearSolver(abc.ABC):
     needs_matrix: ClassVar[bool] = False
     needs_positive_definite: ClassVar[bool] = False
     judges_residual: ClassVar[bool] = False
+    keeps_factors: ClassVar[bool] = False
     rtol: float
     max_steps: int
     preconditioner: Preconditioner | None
@@ -134,7 +137,7 @@ class LinearSolver(abc.ABC):
         return self
 
     @property
-    def backend(self) -> Literal["jax", "hypre", "boxmg"]:
+    def backend(self) -> Literal["jax", "hypre", "boxmg", "petsc"]:
         """Who runs the method: that of the preconditioner."""
         preconditioner = self.preconditioner
         return preconditioner.backend if isinstance(preconditioner, Preconditioner) else "jax"

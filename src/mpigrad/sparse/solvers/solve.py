@@ -33,7 +33,7 @@ from mpigrad.solution import Solution
 from mpigrad.sparse.matrix.matrix import Matrix, apply
 from mpigrad.sparse.matrix.pattern import Pattern
 from mpigrad.sparse.matrix.products import transpose_values, transposed
-from mpigrad.sparse.solvers import boxmg, hypre, jax_backend
+from mpigrad.sparse.solvers import boxmg, hypre, jax_backend, petsc
 from mpigrad.sparse.solvers.guesses import Guesses, first_guess, next_vectors
 from mpigrad.sparse.solvers.jax_backend import (
     has_usual_squares,
@@ -65,7 +65,12 @@ __all__ = ["solve"]
 
 
 # Each has `check(solver, pattern, dtype)`, and `run`, which jax_backend.py describes.
-_BACKENDS: dict[str, Any] = {"jax": jax_backend, "hypre": hypre, "boxmg": boxmg}
+_BACKENDS: dict[str, Any] = {
+    "jax": jax_backend,
+    "hypre": hypre,
+    "boxmg": boxmg,
+    "petsc": petsc,
+}
 
 
 def solve(
@@ -97,10 +102,10 @@ def solve(
         sides, which are solved one after the other. With a function: an array or pytree of any
         shapes, all of it one right-hand side.
     solver
-        `PCG(...)`, `GMRES(...)`, `BiCGStab(...)`, `Multigrid(...)` or a `LinearSolver` of your own.
-        Default: `default_solver(pattern=A.pattern, dtype=...)`, with the common dtype of A and b.
-        With a function in place of a matrix the default is `GMRES()`, and a preconditioner is part
-        of the `Operator`.
+        `PCG(...)`, `GMRES(...)`, `BiCGStab(...)`, `Multigrid(...)`, `PETSc(...)` or a
+        `LinearSolver` of your own. Default: `default_solver(pattern=A.pattern, dtype=...)`, with
+        the common dtype of A and b. With a function in place of a matrix the default is `GMRES()`,
+        and a preconditioner is part of the `Operator`.
     x0
         The first guess, in the shape of b. Default: zeros. No derivative is taken with respect to
         it: the solution does not depend on it. Or `Guesses`: the solutions of earlier solves, from
@@ -254,8 +259,8 @@ def _check(A: Any, b: jax.Array, x0: jax.Array, solver: Any) -> None:
         )
     if not isinstance(solver, LinearSolver):
         raise TypeError(
-            "solve: the solver must be PCG(...), GMRES(...), BiCGStab(...), Multigrid(...) or a "
-            f"LinearSolver of your own, got {solver!r}. Choose one of them."
+            "solve: the solver must be PCG(...), GMRES(...), BiCGStab(...), Multigrid(...), "
+            f"PETSc(...) or a LinearSolver of your own, got {solver!r}. Choose one of them."
         )
     pattern = A.pattern
     if A.shape[0] != A.shape[1]:
@@ -339,7 +344,7 @@ def _run(
             sums = functools.partial(allreduce, comm=comm)
             x0 = jnp.stack([first_guess(sums, *each) for each in zip(x0, b, strict=True)])
         run = _BACKENDS[solver.backend].run
-        return run(solver, pattern, values, b, x0, values_id, singular=singular, **how)
+        return run(solver, pattern, values, b, x0, values_id, null, **how)
 
     def scaled_method() -> tuple[Any, Any]:
         # A method of the user may have parameters that fit the matrix. Libraries have no squares of
@@ -484,7 +489,8 @@ def _transpose(
         params |= {"pattern": transposed(pattern), "solver": solver.transposed}
         with set_carrier(a):
             values = transpose_values(pattern, values.T).T
-        values_id = values_id[:0]  # the transpose is another matrix
+        if not solver.keeps_factors:
+            values_id = values_id[:0]  # the transpose is another matrix
         null = null[:, ::-1].conj()  # of the transpose, not of the adjoint
     first = vectors if guessed else np.zeros((len(ct), 0), ct.dtype)
     back, _, before = solve_p.bind(values, ct, first, values_id, null, a, **params)
