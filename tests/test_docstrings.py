@@ -44,9 +44,13 @@ LATER = {
     "mpigrad.fem.start_motion": "tests/fem/test_stepping.py",
     "mpigrad.fem.theta_step": "tests/fem/test_stepping.py",
     "mpigrad.optimize.LBFGSB": "tests/optimize/test_lbfgsb.py",
+    "mpigrad.sparse.BiCGStab": "tests/sparse/solvers/test_krylov.py",
     "mpigrad.sparse.GMRES": "tests/sparse/solvers/test_nonsymmetric.py",
     "mpigrad.sparse.Guesses": "tests/sparse/solvers/test_guesses.py",
+    "mpigrad.sparse.NullSpace": "tests/sparse/solvers/test_nullspace.py",
+    "mpigrad.sparse.Operator": "tests/sparse/solvers/test_operator_solve.py",
     "mpigrad.sparse.newton": "tests/sparse/nonlinear/test_newton.py",
+    "mpigrad.sparse.pass_guesses": "tests/sparse/solvers/test_guesses.py",
     "mpigrad.waves.Acoustic": "tests/waves/acoustic",
     "mpigrad.waves.Elastic": "tests/waves/elastic",
 }

@@ -65,11 +65,8 @@ def test_any_matrix_and_own_vectors(comm):
     prove(f, F, operands, operands[0].mine, rtol=1e-8)
 
 
-@pytest.mark.long(
-    "second derivatives through hypre and through own methods; test_errors solves too"
-)
-@pytest.mark.thin(3)
-@pytest.mark.cases("PCG*", reason="PCG by hypre has the same preconditioner and adjoint")
+@pytest.mark.long("the gradient of a solve; test_errors solves too")
+@pytest.mark.cases("PCG", reason="tests/fem/test_fem_equations.py has null spaces with hypre")
 @pytest.mark.parametrize("solver", SOLVERS.values(), ids=SOLVERS)
 def test_gradients_of_symmetric_systems(comm, solver):
     """The gradient of a consistent solve: its cotangent is not in the range."""
@@ -85,19 +82,17 @@ def test_gradients_of_symmetric_systems(comm, solver):
     share = lambda v, b: jnp.sum(jnp.asarray(weights[rows.mine]) * f(v, b))
     value, got = mg.jit(mg.value_and_grad(share, argnums=(0, 1)))(L.values, here)
     whole_loss = lambda A, b: weights @ completed(A, ones, ones, b)
-    expected = jax.grad(whole_loss, (0, 1))(jnp.asarray(whole), jnp.asarray(b))
+    expected = jax.jit(jax.grad(whole_loss, (0, 1)))(jnp.asarray(whole), jnp.asarray(b))
     close(value, weights @ np.linalg.pinv(whole) @ b, 1e-9)
     entries = Entries.of(L.pattern)
     close(got[0], entries.pick(expected[0])[entries.mine], 1e-8)
     close(got[1], expected[1][rows.mine], 1e-8)
-    balanced = lambda v, c: f(v, c - jnp.mean(mg.allreduce(jnp.sum(c), comm=comm)) / 30)
-    mg.dot_test(balanced, L.values, here, comm=comm, rtol=1e-9)
 
 
-@pytest.mark.long(
-    "second derivatives of operators and of Newton's method; the errors are in test_errors"
-)
-def test_functions_and_newton(comm):
+@pytest.mark.long("the gradient through Newton's method; the errors are in test_errors")
+@pytest.mark.cases("free", reason="tests/fem/test_fem_equations.py has a nonlinear equation")
+@pytest.mark.parametrize("way", ["free", "jacobian"])
+def test_functions_and_newton(comm, way):
     """A matrix-free solve, and a nonlinear one with and without its Jacobian."""
     L, whole = laplacian(comm)
     rows = rows_of(L.pattern)
@@ -127,21 +122,26 @@ def test_functions_and_newton(comm):
         return step(x)
 
     weights = np.cos(np.arange(30))
-    expected = jax.grad(lambda t, b: weights @ dense(t, b), (0, 1))(0.05, jnp.asarray(b))
+
+    def whole_share(theta, b):
+        x = dense(theta, b)
+        return weights @ x, x
+
+    whole_gradient = jax.jit(jax.grad(whole_share, (0, 1), has_aux=True))
+    expected, whole_x = whole_gradient(0.05, jnp.asarray(b))
     solver = GMRES(rtol=1e-12, restart=40, preconditioner=None)
-    for jacobian in (None, J):
 
-        def share(theta, b, jacobian=jacobian):
-            x = newton(
-                F, rows.part, solver, (theta, b), jacobian=jacobian, rtol=1e-11, comm=comm,
-                nullspace=jnp.ones_like(b),
-            ).value  # fmt: skip
-            return jnp.sum(jnp.asarray(weights[rows.mine]) * x), x
+    def share(theta, b):
+        x = newton(
+            F, rows.part, solver, (theta, b), jacobian=J if way == "jacobian" else None,
+            rtol=1e-11, comm=comm, nullspace=jnp.ones_like(b),
+        ).value  # fmt: skip
+        return jnp.sum(jnp.asarray(weights[rows.mine]) * x), x
 
-        (_, x), got = mg.jit(mg.value_and_grad(share, (0, 1), has_aux=True))(0.05, here)
-        close(x, dense(0.05, b)[rows.mine], 1e-9)
-        close(comm.mpi.allreduce(float(got[0])), float(expected[0]), 1e-8)
-        close(got[1], expected[1][rows.mine], 1e-8)
+    (_, x), got = mg.jit(mg.value_and_grad(share, (0, 1), has_aux=True))(0.05, here)
+    close(x, whole_x[rows.mine], 1e-9)
+    close(comm.mpi.allreduce(float(got[0])), float(expected[0]), 1e-8)
+    close(got[1], expected[1][rows.mine], 1e-8)
     with pytest.raises(jax.errors.JaxRuntimeError, match="no x solves F"):
         newton(F, here, solver, (0.05, here + 1), nullspace="constants", comm=comm)
 
@@ -176,15 +176,16 @@ def test_a_complex_null_vector_and_a_cotangent_along_it(comm):
     A = A.scale_rows(phase).scale_columns(phase.conj())
     b, d = phase * np.random.default_rng(comm.rank).standard_normal((2, len(phase)))
 
-    def f(b):
+    def share(b, weights):
         null = NullSpace(phase, project=True)
-        return solve(A, b, RIGHT, nullspace=null).value
+        return jnp.sum((solve(A, b, RIGHT, nullspace=null).value * weights.conj()).real)
 
-    share = lambda b: jnp.sum((f(b) * d.conj()).real)
-    slope = mg.allreduce(jnp.vdot(mg.grad(share)(b).conj(), d).real)
-    close(slope, mg.allreduce(share(d)), 1e-8)  # f is linear
-    along = mg.grad(lambda b: jnp.sum((f(b) * phase.conj()).real))(b)
-    assert float(mg.max_norm(jnp.abs(along))) < 1e-12
+    program = mg.jit(mg.value_and_grad(share))
+    value, along_d = program(d, d)
+    slope = mg.allreduce(jnp.vdot(program(b, d)[1].conj(), d).real)
+    close(slope, value, 1e-8)  # the solution is linear in b, and values are sums over the ranks
+    close(along_d, program(b, d)[1], 1e-8)
+    assert float(mg.max_norm(jnp.abs(program(b, phase)[1]))) < 1e-12
 
 
 @pytest.mark.thin(3)  # on two, rounding leaves nothing
@@ -194,6 +195,11 @@ def test_what_lies_in_the_null_space_is_zero(comm, solver):
     L, _ = laplacian(comm)
     ones = jnp.ones(L.pattern.n_local)
     null = NullSpace("constants", project=True)
-    assert not jnp.any(solve(L, ones, solver, nullspace=null).value)
-    total = lambda b: jnp.sum(solve(L, b, solver, nullspace=null).value)
-    assert not jnp.any(mg.grad(total)(jnp.sin(jnp.arange(len(ones)) + comm.rank)))
+
+    def total(b):
+        x = solve(L, b, solver, nullspace=null).value
+        return jnp.sum(x), x
+
+    program = mg.jit(mg.grad(total, has_aux=True))
+    assert not jnp.any(program(ones)[1])
+    assert not jnp.any(program(jnp.sin(jnp.arange(len(ones)) + comm.rank))[0])
