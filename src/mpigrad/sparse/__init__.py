@@ -2,12 +2,14 @@
 
 from mpigrad.solution import Result, Solution
 from mpigrad.sparse.matrix.assembly import Selection, Stencil
+from mpigrad.sparse.matrix.blocks import Blocks
 from mpigrad.sparse.matrix.ghost_exchange import GhostExchange
 from mpigrad.sparse.matrix.matrix import Matrix
 from mpigrad.sparse.matrix.pattern import Pattern, local_range
 from mpigrad.sparse.nonlinear.newton import newton
 from mpigrad.sparse.nonlinear.pattern_search import find_pattern
 from mpigrad.sparse.nonlinear.sparse_jacobian import sparse_jacobian
+from mpigrad.sparse.solvers.block_solve import LSC, BlockDiagonal, BlockTriangular
 from mpigrad.sparse.solvers.guesses import Guesses, pass_guesses
 from mpigrad.sparse.solvers.krylov import LinearSystem
 from mpigrad.sparse.solvers.libraries import (
@@ -18,6 +20,7 @@ from mpigrad.sparse.solvers.libraries import (
 )
 from mpigrad.sparse.solvers.methods import (
     GMRES,
+    MINRES,
     PCG,
     BiCGStab,
     Krylov,
@@ -33,9 +36,14 @@ from mpigrad.sparse.solvers.solve import solve
 
 __all__ = [
     "GMRES",
+    "LSC",
+    "MINRES",
     "PCG",
     "PFMG",
     "BiCGStab",
+    "BlockDiagonal",
+    "BlockTriangular",
+    "Blocks",
     "BoomerAMG",
     "BoxMG",
     "GhostExchange",

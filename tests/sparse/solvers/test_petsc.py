@@ -111,6 +111,8 @@ def test_faults_are_errors_on_all_ranks(comm):
     for matrix, side in ((Matrix(A.pattern, A.values * jnp.nan), b), (A, b * jnp.nan)):
         assert solve(matrix, side, LU, throw=False).result == Result.NOT_FINITE
     zero = solve(Matrix(A.pattern, 0 * A.values), b, LU, throw=False)
+    with pytest.raises(jax.errors.JaxRuntimeError, match="PCSETUP_FAILED, FACTOR_NUMERIC_ZERO"):
+        solve(Matrix(A.pattern, 0 * A.values), b, LU)
     assert zero.result == Result.BREAKDOWN
     assert jnp.isnan(zero.value).all()
     if comm.size > 1:

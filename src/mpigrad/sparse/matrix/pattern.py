@@ -176,6 +176,8 @@ class Pattern:
         # For BoomerAMG(near_null=True): vectors that the matrix nearly maps to zero, other than
         # constants of each kind of unknown, shape (n_local, k).
         self.near_null: np.ndarray | None = None
+        # This rank's rows of each field, which follow each other, if `Blocks` were merged.
+        self.fields: tuple[int, ...] = ()
         self.solver_systems: dict[Any, Any] = {}  # data of solvers
         self.derived: dict[Any, Any] = {}  # data of other modules, such as the transpose
 

@@ -146,6 +146,11 @@ def check(solver: LinearSolver, pattern: Pattern, dtype: Any) -> None:
             "has iterations of its own. Choose preconditioner=Jacobi(), a Preconditioner of your "
             "own or None."
         )
+    if getattr(solver, "flexible", False):
+        raise ValueError(
+            f"{name}: flexible=True is for preconditioners that change from step to step, but "
+            f"{kind} is a fixed one. Leave it out."
+        )
     if not hypre_available():
         raise RuntimeError(
             f"{name}: {kind} needs hypre: {why_no_hypre()} Without hypre, solve "

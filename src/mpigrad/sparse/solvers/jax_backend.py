@@ -134,7 +134,7 @@ def require_success(
     result, steps, residual = info[0], info[1], info[2]
     name, single = type(solver).__name__, np.dtype(info.dtype) == np.float32
     kind = "the operator" if operator else "the matrix"
-    for failure, text in _wrong_input(operator).items():
+    for failure, text in _wrong_input(name, operator).items():
         require(result != failure, f"{head}{text}", comm=comm)
     remedy_of_rounding = "rtol=1e-5, or float64 arrays" if single else "a larger rtol"
     values = "the relative residual is {} after {} steps"
@@ -183,7 +183,7 @@ def require_success(
         require(result != failure, f"{head}{text}", residual, steps, comm=comm)
 
 
-def _wrong_input(operator: bool) -> dict[Result, str]:
+def _wrong_input(name: str, operator: bool) -> dict[Result, str]:
     """Return the texts for systems that no method can solve."""
     spd = f"PCG needs a symmetric positive definite {'operator' if operator else 'matrix'}"
     if operator:
@@ -200,12 +200,18 @@ def _wrong_input(operator: bool) -> dict[Result, str]:
             "ranks, or solve"
         )
         negative = "If all diagonal entries are negative, solve with -A and -b. Otherwise solve"
+    not_definite = f"{definite}, but {spd}. {negative or 'Solve'} with GMRES()."
+    if name == "MINRES":
+        not_definite = (
+            "the preconditioner is not positive definite, but MINRES needs one that is. Take "
+            "another one, or solve with GMRES()."
+        )
     return {
         Result.NOT_FINITE: (
             f"{Result.NOT_FINITE.message}: {finite} holds such a value. Look for a division by "
             "zero or an overflow in the code that computes them."
         ),
-        Result.NOT_POSITIVE_DEFINITE: f"{definite}, but {spd}. {negative or 'Solve'} with GMRES().",
+        Result.NOT_POSITIVE_DEFINITE: not_definite,
         Result.NOT_SYMMETRIC: (
             f"{symmetric}, but this solver needs a symmetric one. {entries or 'Solve'} with "
             "GMRES() or BiCGStab()."

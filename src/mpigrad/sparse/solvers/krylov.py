@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from mpigrad.communicator import Communicator
 from mpigrad.extend import mark_common_branch, noise
@@ -20,6 +21,7 @@ __all__ = [
     "Outcome",
     "bicgstab",
     "gmres",
+    "minres",
     "pcg",
 ]
 
@@ -221,6 +223,108 @@ def pcg(s: LinearSystem) -> Outcome:
     return Outcome(end.x, end.rr, size, end.steps, end.state)
 
 
+# ---- Preconditioned minimal residuals, two reductions in each iteration ----
+
+
+class _MINRESIterate(NamedTuple):
+    x: jax.Array
+    r: jax.Array  # b - A x, by recursion
+    v: jax.Array  # the Lanczos vectors, now and before
+    v_before: jax.Array
+    z: jax.Array  # M v / gamma
+    w: jax.Array  # directions, now and before, and their products with A
+    w_before: jax.Array
+    aw: jax.Array
+    aw_before: jax.Array
+    gamma: jax.Array  # sqrt(v.M v), now and before
+    gamma_before: jax.Array
+    rotations: jax.Array  # cosine and sine, now and before
+    eta: jax.Array  # what is left of |r| in the norm of M
+    last: jax.Array  # |b - A x|^2 at the last check
+    steps: jax.Array
+    check: jax.Array  # True if the next product is A x, to restart from the true residual
+    state: jax.Array
+
+
+_NO_ROTATION = np.array([[1.0, 1.0], [0.0, 0.0]])
+
+
+def minres(s: LinearSystem) -> Outcome:
+    """Solve with a symmetric A that may be indefinite (Paige & Saunders, SIAM J. Numer. Anal. 12,
+    1975).
+
+    The preconditioner M is symmetric positive definite. The recursion is algorithm 4.1 of Elman,
+    Silvester & Wathen (2014). It minimises the residual in the norm of M. A recursion for the
+    residual itself says when it seems small enough, and then the true one is computed.
+    """
+    dtype = s.b.dtype
+    eps = jnp.finfo(dtype).eps
+    size, goal, state = s.begin_symmetric()
+
+    def step(i: _MINRESIterate) -> _MINRESIterate:
+        q = s.product(jnp.where(i.check, i.x, i.z))
+        delta, rr = s.dots((i.z, q), (i.r, i.r))
+        seems_done = ~i.check & ((rr <= goal) | (i.steps >= s.max_steps))
+        lanczos = q - (delta / i.gamma) * i.v - (i.gamma / i.gamma_before) * i.v_before
+        v = jnp.where(i.check, s.b - q, lanczos)
+        z = s.precondition(v)
+        square, vv, zz = s.dots((v, z), (v, v), (z, z))
+        gamma = jnp.sqrt(jnp.maximum(square, 0))
+
+        (c, c_before), (sine, sine_before) = i.rotations
+        a0 = c * delta - c_before * sine * i.gamma
+        a1 = jnp.sqrt(a0**2 + square)
+        a2 = sine * delta + c_before * c * i.gamma
+        a3 = sine_before * i.gamma
+        pivot = jnp.where(a1 > 0, a1, 1)
+        w = (i.z - a3 * i.w_before - a2 * i.w) / pivot
+        aw = (q - a3 * i.aw_before - a2 * i.aw) / pivot
+        turned = jnp.stack([jnp.stack([a0, gamma]) / pivot, i.rotations[:, 0]], axis=1)
+        go = ~i.check & ~seems_done & (a1 > 0)
+        length = jnp.where(go, turned[0, 0] * i.eta, 0)
+
+        # An invariant subspace ends here, and so do recursions that a check interrupts.
+        ends = gamma <= eps * jnp.abs(a1)
+        check = ~i.check & (~go | ends)
+        bad = (square < -jnp.sqrt(eps * vv * zz)) & ~seems_done
+        going = jnp.where(bad, Result.NOT_POSITIVE_DEFINITE, RUNNING)
+        verdict = s.verdict(vv, goal, i.last, i.steps)
+        divisor = jnp.where(gamma > 0, gamma, 1)
+
+        def fresh(old: jax.Array, new: Any) -> jax.Array:
+            """Return `new` if the Lanczos vectors start again."""
+            return jnp.where(i.check, new, old)
+
+        return _MINRESIterate(
+            i.x + length * w,
+            fresh(i.r - length * aw, v),
+            v,
+            fresh(i.v, jnp.zeros_like(v)),
+            z / divisor,
+            fresh(w, jnp.zeros_like(w)),
+            fresh(i.w, jnp.zeros_like(w)),
+            fresh(aw, jnp.zeros_like(w)),
+            fresh(i.aw, jnp.zeros_like(w)),
+            divisor,
+            fresh(i.gamma, jnp.ones_like(gamma)),
+            fresh(turned, _NO_ROTATION.astype(dtype)),
+            fresh(-turned[1, 0] * i.eta, gamma),
+            fresh(i.last, vv),
+            i.steps + go,
+            check,
+            s.unless_finite(rr + square + vv, jnp.where(i.check, verdict, going), i.steps),
+        )
+
+    zero, one = jnp.zeros_like(s.b), jnp.ones((), dtype)
+    first = _MINRESIterate(
+        s.guess(size), zero, zero, zero, zero, zero, zero, zero, zero, one, one,
+        jnp.asarray(_NO_ROTATION, dtype), one, jnp.full((), jnp.inf, dtype),
+        jnp.zeros((), "int32"), jnp.ones((), bool), state,
+    )  # fmt: skip
+    end = jax.lax.while_loop(lambda i: i.state == RUNNING, step, first)
+    return Outcome(end.x, end.last, size, end.steps, end.state)
+
+
 # ---- Stabilised biconjugate gradients, two reductions in each iteration ----
 
 
@@ -306,6 +410,7 @@ def bicgstab(s: LinearSystem) -> Outcome:
 class _GMRESIterate(NamedTuple):
     x: jax.Array
     basis: jax.Array  # (m + 1, n_local), orthonormal rows
+    directions: jax.Array  # (m, n_local), M times the rows. (0, n_local): M is a fixed linear map
     triangle: jax.Array  # (m, m), of the Hessenberg matrix's QR factorisation
     rotation: jax.Array  # (m + 1, m + 1), unitary: rotation @ Hessenberg = triangle
     scale: jax.Array  # |b - A x| at the start of the cycle
@@ -315,11 +420,12 @@ class _GMRESIterate(NamedTuple):
     state: jax.Array
 
 
-def gmres(s: LinearSystem, restart: int) -> Outcome:
+def gmres(s: LinearSystem, restart: int, *, flexible: bool = False) -> Outcome:
     """Solve with any A by minimal residuals (Saad & Schultz, SIAM J. Sci. Stat. Comput. 7, 1986).
 
     The preconditioner is on the right, so that |b - A x| itself is minimised. Each cycle starts
-    from the true residual, which also decides if the solve has converged.
+    from the true residual, which also decides if the solve has converged. The flexible method
+    (Saad, SIAM J. Sci. Comput. 14, 1993) keeps all preconditioned vectors.
     """
     m, n, dtype = min(restart, s.max_steps), s.b.shape[0], s.b.dtype
     size, goal, state, _ = s.begin()
@@ -327,9 +433,10 @@ def gmres(s: LinearSystem, restart: int) -> Outcome:
     identity = jnp.eye(m + 1, dtype=dtype)
     real = size.dtype
 
-    def extend(i: _GMRESIterate) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Return the next basis vector, its coefficients, and its norm before scaling."""
-        q = s.product(jnp.where(i.fresh, i.x, s.precondition(i.basis[i.column])))
+    def extend(i: _GMRESIterate) -> tuple[jax.Array, ...]:
+        """Return the next basis vector, its coefficients, its norm before scaling, and M v."""
+        z = s.precondition(i.basis[i.column])
+        q = s.product(jnp.where(i.fresh, i.x, z))
         w = jnp.where(i.fresh, s.b - q, q)
         present = (rows <= i.column) & ~i.fresh
         h = jnp.where(present, s.sums(i.basis.conj() @ w), 0)
@@ -339,16 +446,17 @@ def gmres(s: LinearSystem, restart: int) -> Outcome:
         w -= again @ i.basis
         # The second correction is small compared with w: nothing cancels.
         norm = jnp.sqrt(jnp.maximum(sums[-1].real - jnp.vdot(again, again).real, 0))
-        return w / jnp.where(norm > 0, norm, 1).astype(dtype), h + again, norm
+        return w / jnp.where(norm > 0, norm, 1).astype(dtype), h + again, norm, z
 
     def step(i: _GMRESIterate) -> _GMRESIterate:
         j = i.column
-        w, h, norm = extend(i)
+        w, h, norm, z = extend(i)
+        directions = i.directions.at[j].set(z) if flexible else i.directions
         basis = i.basis.at[jnp.where(i.fresh, 0, j + 1)].set(w)
 
         # A fresh cycle: its residual is w, of this norm.
         start = _GMRESIterate(
-            i.x, basis, identity[:m, :m], identity, norm, jnp.zeros_like(j),
+            i.x, basis, i.directions, identity[:m, :m], identity, norm, jnp.zeros_like(j),
             jnp.zeros_like(i.fresh), i.steps,
             s.verdict(norm**2, goal, i.scale**2, i.steps),
         )  # fmt: skip
@@ -374,19 +482,20 @@ def gmres(s: LinearSystem, restart: int) -> Outcome:
         def finish(_: None) -> jax.Array:
             g = jnp.where(rows[:m] <= j, i.scale * rotation[:m, 0], 0)
             y = jax.scipy.linalg.solve_triangular(triangle, g)
-            return i.x + s.precondition(y @ basis[:m])
+            return i.x + (y @ directions if flexible else s.precondition(y @ basis[:m]))
 
         x = jax.lax.cond(full & ~i.fresh, mark_common_branch(finish), lambda _: i.x, None)
         state = s.unless_finite(radius, RUNNING, i.steps)
         grown = _GMRESIterate(
-            x, basis, triangle, rotation, i.scale, j + 1, full, steps, state
+            x, basis, directions, triangle, rotation, i.scale, j + 1, full, steps, state
         )  # fmt: skip
         return _GMRESIterate(*(jnp.where(i.fresh, u, v) for u, v in zip(start, grown, strict=True)))
 
     zero = jnp.zeros((), "int32")
     first = _GMRESIterate(
-        s.guess(size), jnp.zeros((m + 1, n), dtype), identity[:m, :m], identity,
-        jnp.full((), jnp.inf, real), zero, jnp.ones((), bool), zero, state,
+        s.guess(size), jnp.zeros((m + 1, n), dtype), jnp.zeros((m if flexible else 0, n), dtype),
+        identity[:m, :m], identity, jnp.full((), jnp.inf, real), zero, jnp.ones((), bool), zero,
+        state,
     )  # fmt: skip
     end = jax.lax.while_loop(lambda i: i.state == RUNNING, step, first)
     return Outcome(end.x, end.scale**2, size, end.steps, end.state)

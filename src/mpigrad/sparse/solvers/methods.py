@@ -8,10 +8,11 @@ import dataclasses
 from typing import Any, ClassVar, Literal, final
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from mpigrad.sparse.matrix.pattern import Pattern
-from mpigrad.sparse.solvers.krylov import LinearSystem, Outcome, bicgstab, gmres, pcg
+from mpigrad.sparse.solvers.krylov import LinearSystem, Outcome, bicgstab, gmres, minres, pcg
 from mpigrad.sparse.solvers.libraries import hypre_available
 from mpigrad.sparse.solvers.preconditioners import (
     PFMG,
@@ -26,6 +27,7 @@ from mpigrad.sparse.solvers.preconditioners import (
 __all__ = [
     "GMRES",
     "INFO",
+    "MINRES",
     "PCG",
     "BiCGStab",
     "Krylov",
@@ -341,11 +343,48 @@ class PCG(Krylov):
 
 
 @dataclasses.dataclass(frozen=True)
+class MINRES(Krylov):
+    """Preconditioned minimal residuals, for real symmetric matrices that may be indefinite.
+
+    (Paige, Saunders 1975.) The preconditioner must be symmetric positive definite: `BlockDiagonal`
+    for `Blocks`, `Jacobi` for matrices with a positive diagonal, or your own. The adjoint of a
+    solve is a solve with the same matrix.
+
+    Attributes
+    ----------
+    rtol, max_steps, preconditioner
+        See `Krylov`. "auto": None. Multigrid preconditions definite matrices only, in `PCG`.
+
+    Examples
+    --------
+    >>> import jax.numpy as jnp
+    >>> from mpigrad.sparse import MINRES, solve
+    >>> A = lambda v: jnp.array([2 * v[0] + v[1], v[0]])  # indefinite
+    >>> x = solve(A, jnp.array([3.0, 1.0]), MINRES(rtol=1e-6)).value
+    >>> bool(jnp.allclose(x, 1, atol=1e-5))
+    True
+    """
+
+    symmetric: ClassVar[bool] = True
+    judges_residual: ClassVar[bool] = True
+
+    @property
+    def for_matrix(self) -> Krylov:
+        return self._with(None)
+
+    def iterate(self, system: LinearSystem) -> Outcome:
+        if jnp.iscomplexobj(system.b):
+            raise TypeError(
+                f"MINRES: it solves real systems, got {system.b.dtype}. Take GMRES or BiCGStab."
+            )
+        return minres(system)
+
+
+@dataclasses.dataclass(frozen=True)
 class GMRES(Krylov):
     """Generalised minimal residuals, restarted, preconditioned from the right, for any matrix.
 
-    (Saad, Schultz 1986.) It needs `restart` vectors of memory. All preconditioners of mpigrad are
-    fixed linear maps, so that the flexible variant would gain nothing.
+    (Saad, Schultz 1986.) It needs `restart` vectors of memory, twice as many if it is flexible.
 
     Attributes
     ----------
@@ -353,6 +392,9 @@ class GMRES(Krylov):
         See `Krylov`.
     restart
         The number of iterations between restarts.
+    flexible
+        True for a preconditioner that is not a fixed linear map, such as an inner solve to a loose
+        tolerance (Saad 1993).
 
     Examples
     --------
@@ -365,6 +407,7 @@ class GMRES(Krylov):
     """
 
     restart: int = 30
+    flexible: bool = False
     judges_residual: ClassVar[bool] = True
     hypre_method: ClassVar[int | None] = 1
 
@@ -377,7 +420,7 @@ class GMRES(Krylov):
             )
 
     def iterate(self, system: LinearSystem) -> Outcome:
-        return gmres(system, self.restart)
+        return gmres(system, self.restart, flexible=self.flexible)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -230,32 +230,32 @@ def _like(tree: Any, b: Any, what: str) -> jax.Array:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Map:
-    """The map (residuals, v) -> A v as a jaxpr of (residuals..., link, v), and its transpose."""
+    """The map (residuals, v) -> A v as a jaxpr of (constants..., residuals..., link, v)."""
 
     jaxpr: Any
-    backward: Any = None  # made when it is needed
+    constants: tuple[Any, ...] = ()  # small arrays that JAX made
+    backward: _Map | None = None  # the map of which this is the transpose
 
     def __call__(self, residuals: Sequence[Any], v: Any) -> Any:
-        return eval_jaxpr(self.jaxpr, (), *residuals, _LINK, v)[0]
+        return eval_jaxpr(self.jaxpr, (), *self.constants, *residuals, _LINK, v)[0]
 
     def transposed(self) -> _Map:
         if self.backward is not None:
-            return _Map(self.backward, self.jaxpr)
-        *_, link, v = (var.aval for var in self.jaxpr.invars)
+            return self.backward
+        operands = [var.aval for var in self.jaxpr.invars[len(self.constants) :]]
+        *_, link, v = operands
 
         def back(*operands: Any) -> Any:
             *residuals, _, ct = operands
 
             def linear(*inputs: Any) -> Any:
-                return eval_jaxpr(self.jaxpr, (), *residuals, *inputs)[0]
+                return eval_jaxpr(self.jaxpr, (), *self.constants, *residuals, *inputs)[0]
 
             return jax.linear_transpose(linear, link, v)(ct)[1]
 
         # The messages of `back` need no link: its transpose is `jaxpr`.
-        closed = jax.make_jaxpr(back)(*(var.aval for var in self.jaxpr.invars))
-        jaxpr, constants = constants_as_operands(closed)
-        assert not constants
-        return _Map(jaxpr, self.jaxpr)
+        jaxpr, constants = constants_as_operands(jax.make_jaxpr(back)(*operands))
+        return _Map(jaxpr, tuple(constants), self)
 
 
 def linearized(

@@ -167,6 +167,11 @@ def _why_not_loaded(package: pathlib.Path) -> str:
     return ""
 
 
+def _function(name: str) -> Any:
+    """Return a function of PETSc that some releases of petsc4py lack."""
+    return getattr(ctypes.CDLL(_load()[0].__file__), name)
+
+
 def why_no_petsc() -> str:
     """Return why `PETSc` cannot solve in this process, or an empty string if it can.
 
@@ -232,6 +237,7 @@ def run(
             None if original is None else _system(original, solver, singular),
             tuple(v.shape for v in (values, b, x0, values_id, null)),
             np.dtype(b.dtype),
+            throw,
         ),
         slot=pattern.comm.slot,
         site=site,
@@ -252,6 +258,7 @@ class _Solve(HostCall):
     original: _System | None
     shapes: tuple[tuple[int, ...], ...]
     dtype: np.dtype
+    throw: bool
 
     def run(self, xs: Any, ys: Any) -> None:
         real = np.finfo(self.dtype).dtype
@@ -275,6 +282,11 @@ class _Solve(HostCall):
                 first = x0[k] if x0.size else None
                 result, steps, residual = system.solve(
                     b[k], x[k], first, self.solver, transposed=is_transposed
+                )
+            if result == Result.BREAKDOWN and self.throw:
+                raise ArithmeticError(
+                    f"PETSc did not converge: {system.failure}. Check that the matrix is not "
+                    "singular (give nullspace= if it is), or take other options."
                 )
             if result not in {Result.SUCCESSFUL, Result.MAX_STEPS_REACHED, Result.STAGNATED}:
                 x[k] = np.nan
@@ -302,13 +314,14 @@ class _System:
         self.n_local, self.n_rows = pattern.n_local, pattern.n_rows
         self.row_starts, self.columns = pattern.row_starts, pattern.columns
         self.order = None if pattern.is_ordered else pattern.order
+        self.fields = pattern.fields
         assert isinstance(solver.options, str)
         self.options, self.symmetric = _pairs(solver.options), solver.symmetric
         self.prefix = f"mpigrad_{next(_numbers)}_"
         self.setups = self.values_id = 0
         self.values: np.ndarray | None = None
         self.ksp: Any = None
-        self.unread_checked = False
+        self.unread_checked, self.failure = False, ""
 
     def has_factors_of(self, values_id: np.ndarray) -> bool:
         """Return whether the kept matrix has these values, and is factorized."""
@@ -385,6 +398,13 @@ class _System:
         ksp = module.KSP().create(self.comm)
         ksp.setOptionsPrefix(self.prefix)
         ksp.setOperators(self.matrix)
+        if self.fields:  # of fieldsplit, which names them 0, 1, ...
+            ends = self.offset + np.cumsum(self.fields)
+            sets = [
+                (str(k), module.IS().createStride(n, end - n, 1, comm=self.comm))
+                for k, (n, end) in enumerate(zip(self.fields, ends, strict=True))
+            ]
+            ksp.getPC().setFieldSplitIS(*sets)
         ksp.setFromOptions()
         self.ksp = ksp
 
@@ -478,21 +498,35 @@ class _System:
             return Result.MAX_STEPS_REACHED, steps, residual
         if reason >= 0:
             return Result.STAGNATED, steps, residual
+        self.failure = self._failure_of(reason)
         ksp.destroy()  # a factorization that failed would fail with other values, too
         self.ksp, self.values, self.values_id = None, None, 0
         return Result.BREAKDOWN, steps, residual
+
+    def _failure_of(self, reason: int) -> str:
+        """Return PETSc's names of a failure, and what often helps."""
+        names = {
+            number: name
+            for name, number in vars(_load()[0].KSP.ConvergedReason).items()
+            if not name.startswith("_")
+        }
+        text = str(names.get(reason, reason))
+        failed, handle = ctypes.c_int(0), ctypes.c_void_p(self.ksp.getPC().handle)
+        if reason == _PC_FAILED:
+            _function("PCGetFailedReason")(handle, ctypes.byref(failed))
+            text += f", {_FACTOR_FAILURES.get(failed.value, failed.value)}"
+        if failed.value == _OUT_OF_MEMORY:
+            text += ". MUMPS gets twice the memory by -mat_mumps_icntl_14 100"
+        return text
 
     def _refuse_unread_options(self) -> None:
         """Raise an error if PETSc has read an option by no one: its name is wrong."""
         if self.unread_checked:
             return
         self.unread_checked = True
-        used = getattr(ctypes.CDLL(_load()[0].__file__), "PetscOptionsUsed", None)
-        if used is None:
-            return
         unread, flag = [], ctypes.c_int(0)
         for name, _ in self.options:
-            used(None, f"{self.prefix}{name}".encode(), ctypes.byref(flag))
+            _function("PetscOptionsUsed")(None, f"{self.prefix}{name}".encode(), ctypes.byref(flag))
             if not flag.value:
                 unread.append(f"-{name}")
         if unread:
@@ -500,6 +534,16 @@ class _System:
                 f"PETSc did not read {', '.join(unread)}: with these options nothing has such a "
                 "setting. Check the names. Options of the whole program go to petsc4py.init."
             )
+
+
+_PC_FAILED, _OUT_OF_MEMORY = -11, 3  # of PETSc's enumerations
+_FACTOR_FAILURES = {
+    1: "FACTOR_STRUCT_ZEROPIVOT",
+    2: "FACTOR_NUMERIC_ZEROPIVOT",
+    _OUT_OF_MEMORY: "FACTOR_OUTMEMORY",
+    4: "FACTOR_OTHER",
+    5: "SUBPC_ERROR",
+}
 
 
 solve_p = primitive(

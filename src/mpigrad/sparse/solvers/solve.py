@@ -30,10 +30,12 @@ from mpigrad.extend import (
 )
 from mpigrad.operations import allreduce
 from mpigrad.solution import Solution
+from mpigrad.sparse.matrix.blocks import Blocks
 from mpigrad.sparse.matrix.matrix import Matrix, apply
 from mpigrad.sparse.matrix.pattern import Pattern
 from mpigrad.sparse.matrix.products import transpose_values, transposed
 from mpigrad.sparse.solvers import boxmg, hypre, jax_backend, petsc
+from mpigrad.sparse.solvers.block_solve import solve_blocks
 from mpigrad.sparse.solvers.guesses import Guesses, first_guess, next_vectors
 from mpigrad.sparse.solvers.jax_backend import (
     has_usual_squares,
@@ -95,15 +97,15 @@ def solve(
     ----------
     A
         The square matrix. For `PCG` it is symmetric: entries (i, j) and (j, i) hold the same value,
-        which is checked. Or a linear function v -> A v of this rank's part of a vector, or an
-        `Operator`, differentiable with respect to all that it closes over.
+        which is checked. Or `Blocks`. Or a linear function v -> A v of this rank's part of a
+        vector, or an `Operator`, differentiable with respect to all that it closes over.
     b
         This rank's part of the right-hand side, shape (n_local,), or (n_local, k) for k right-hand
-        sides, which are solved one after the other. With a function: an array or pytree of any
-        shapes, all of it one right-hand side.
+        sides, which are solved one after the other. With blocks: a tuple of fields. With a
+        function: an array or pytree of any shapes, all of it one right-hand side.
     solver
-        `PCG(...)`, `GMRES(...)`, `BiCGStab(...)`, `Multigrid(...)`, `PETSc(...)` or a
-        `LinearSolver` of your own. Default: `default_solver(pattern=A.pattern, dtype=...)`, with
+        `PCG(...)`, `MINRES(...)`, `GMRES(...)`, `BiCGStab(...)`, `Multigrid(...)`, `PETSc(...)`, or
+        a `LinearSolver` of your own. Default: `default_solver(pattern=A.pattern, dtype=...)`, with
         the common dtype of A and b. With a function in place of a matrix the default is `GMRES()`,
         and a preconditioner is part of the `Operator`.
     x0
@@ -153,6 +155,8 @@ def solve(
             f"solve: expected a solver, got the preconditioner {name}. Write "
             f"PCG(preconditioner={name}(...))."
         )
+    if isinstance(A, Blocks):
+        return solve_blocks(A, b, solver, x0, nullspace, throw, solve)
     if callable(A):
         return _solution(*solve_operator(A, b, solver, x0=x0, nullspace=nullspace, throw=throw))
     b = as_array(b)
