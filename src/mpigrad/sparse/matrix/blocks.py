@@ -29,10 +29,10 @@ class Blocks:
         A list for each row of blocks, of matrices, or None for blocks of zeros. The blocks of a row
         have the same rows, those of a column the same columns, and both the same stripes.
     schur
-        A matrix that is close to C A⁻¹ B - D for two fields, where [[A, B], [C, D]] are the blocks,
-        for preconditioners: for Stokes flow the mass matrix of the pressure, divided by the
-        viscosity. Only the number of steps depends on it, and no derivative is taken with respect
-        to it.
+        A matrix that is close to C A⁻¹ B - D, where D is the block of the last field on the
+        diagonal, and A has the blocks of all others. It is for preconditioners: for Stokes flow the
+        mass matrix of the pressure, divided by the viscosity. Only the number of steps depends on
+        it, and no derivative is taken with respect to it.
 
     Examples
     --------
@@ -84,14 +84,12 @@ class Blocks:
                     f"Blocks: field {k} has different sizes on this rank: {listed}. Make the "
                     "patterns with the same stripes (n_local, n_local_columns)."
                 )
-        if schur is not None and n != 2:
-            raise ValueError(f"Blocks: schur= is for two fields, got {n}. Leave it out.")
         object.__setattr__(self, "blocks", rows)
         object.__setattr__(self, "schur", schur)
-        if schur is not None and schur.pattern.n_local != self.local_sizes[1]:
+        if schur is not None and schur.pattern.n_local != self.local_sizes[-1]:
             raise ValueError(
-                f"Blocks: schur has {schur.pattern.n_local} rows on this rank, and the second "
-                f"field {self.local_sizes[1]}. Give a matrix of the second field."
+                f"Blocks: schur has {schur.pattern.n_local} rows on this rank, and the last field "
+                f"{self.local_sizes[-1]}. Give a matrix of the last field."
             )
 
     def __setattr__(self, name: str, value: Any) -> None:

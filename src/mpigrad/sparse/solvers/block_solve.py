@@ -205,9 +205,14 @@ def _inverse(inner: Any, matrix: Matrix, solve: Callable[..., Any]) -> Function:
 
 
 def _commutator(A: Blocks, lsc: LSC, solve: Callable[..., Any]) -> Function:
+    if len(A.blocks) != 2:
+        raise ValueError(f"LSC: it is for two fields, got {len(A.blocks)}. Give Blocks(schur=...).")
     (a, b), (c, _) = A.blocks
     if a is None or b is None or c is None:
-        raise ValueError("LSC: the blocks A, B and C must be matrices, got None for one of them.")
+        raise ValueError(
+            "LSC: the blocks A, B and C must be matrices, got None for one of them. Give "
+            "Blocks(schur=...)."
+        )
     diagonal = a.diagonal()
     scale = 1 / jnp.where(diagonal == 0, 1, diagonal)
     inverse = _inverse(lsc.solver, c @ b.scale_rows(scale), solve)
