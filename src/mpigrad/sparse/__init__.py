@@ -1,6 +1,7 @@
 """Distributed sparse matrices and solves, differentiable in values and right-hand sides."""
 
 from mpigrad.solution import Result, Solution
+from mpigrad.sparse.eigenpairs import Eigenpairs, eigh
 from mpigrad.sparse.matrix.assembly import Selection, Stencil
 from mpigrad.sparse.matrix.ghost_exchange import GhostExchange
 from mpigrad.sparse.matrix.matrix import Matrix
@@ -37,6 +38,7 @@ __all__ = [
     "BiCGStab",
     "BoomerAMG",
     "BoxMG",
+    "Eigenpairs",
     "GhostExchange",
     "Guesses",
     "Jacobi",
@@ -54,6 +56,7 @@ __all__ = [
     "Solution",
     "Stencil",
     "default_solver",
+    "eigh",
     "find_pattern",
     "hypre_available",
     "hypre_version",

@@ -1,0 +1,408 @@
+"""LOBPCG over ranks, and the solves on the complement of eigenvectors that derivatives need.
+
+Vectors are rows here: k vectors of this rank have shape (k, n_local).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from mpigrad.communicator import Communicator
+from mpigrad.extend import noise
+from mpigrad.operations import allreduce, bcast
+from mpigrad.solution import Result
+from mpigrad.sparse.matrix.matrix import Matrix, apply
+from mpigrad.sparse.matrix.pattern import Pattern
+from mpigrad.sparse.solvers import boxmg, hypre, jax_backend
+from mpigrad.sparse.solvers.krylov import RUNNING, LinearSystem
+from mpigrad.sparse.solvers.methods import PCG
+from mpigrad.sparse.solvers.preconditioners import Preconditioner
+
+__all__ = [
+    "BACKENDS",
+    "OF_PRECONDITIONER",
+    "Eigenproblem",
+    "Iterate",
+    "block_size",
+    "check_symmetric",
+    "inner_products",
+    "lobpcg",
+    "multiply_rows",
+    "one_step",
+    "preconditioned",
+    "solve_on_complement",
+]
+
+BACKENDS: dict[str, Any] = {"jax": jax_backend, "hypre": hypre, "boxmg": boxmg}
+_SEED, _STEP = 2654435761, 2 * 1640531527 + 1  # seeds of the first vectors are odd numbers
+OF_PRECONDITIONER = 100  # added to the `Result` of a preconditioner
+_ROUNDS = 4  # of restarts from residuals that are computed, not updated
+
+Rows = Callable[[jax.Array], jax.Array]
+
+
+@dataclasses.dataclass(frozen=True)
+class Eigenproblem:
+    """This rank's part of A x = λ B x.
+
+    Attributes
+    ----------
+    product, mass
+        The functions rows -> A rows and rows -> B rows.
+    precondition
+        The function rows -> (M rows, 0 or the `Result` of its failure).
+    n
+        The number of this rank's entries of a vector.
+    first
+        The index of this rank's first entry.
+    rtol, shift
+        A pair has converged when |A x - λ B x| <= rtol (|λ| + |shift|) |B x|.
+    comm
+        The communicator over whose ranks the problem is distributed.
+    """
+
+    product: Rows
+    mass: Rows
+    precondition: Callable[[jax.Array], tuple[jax.Array, jax.Array]]
+    n: int
+    first: int
+    rtol: float
+    shift: float
+    comm: Communicator
+
+    def sums(self, terms: jax.Array) -> jax.Array:
+        """Return the sums over ranks, by one message."""
+        return allreduce(terms, comm=self.comm)
+
+
+def block_size(k: int, n_rows: int) -> int:
+    """Return the number of vectors of the iteration, with guards after the wanted ones.
+
+    Guards make the last wanted pairs converge, and show if a group of equal values continues.
+    """
+    return min(k + max(3, k // 4), n_rows)
+
+
+# ---- products and preconditioners for several vectors ----
+
+
+def multiply_rows(pattern: Pattern, values: jax.Array, rows: jax.Array) -> jax.Array:
+    """Return A times each row, with one message for all of them."""
+    ghosts = pattern.ghosts
+    if not ghosts.neighbors:
+        return jax.lax.map(lambda x: apply(pattern, values, x), rows)
+    received = ghosts.local_and_ghost(rows.T)[rows.shape[1] :].T
+    return jax.lax.map(
+        lambda pair: apply(pattern, values, jnp.concatenate(pair)), (rows, received)
+    )
+
+
+def one_step(method: Preconditioner) -> PCG:
+    """Return the solver whose single step is a cycle of the preconditioner times a number."""
+    if getattr(method, "reuse", "equal") != "equal":
+        method = dataclasses.replace(method, reuse="equal")  # type: ignore[call-arg]
+    return PCG(rtol=1e-15, max_steps=1, preconditioner=method)
+
+
+def preconditioned(
+    method: Preconditioner | None, pattern: Pattern, values: jax.Array, site: int
+) -> Callable[[jax.Array], tuple[jax.Array, jax.Array]]:
+    """Return `Eigenproblem.precondition`: one cycle of a library, or `Preconditioner.inverse`.
+
+    A library's cycle comes with a factor for each vector, which neither method depends on. Its
+    set-up is kept while the values are the same.
+    """
+    fine = jnp.zeros((), "int32")
+    if method is None:
+        return lambda rows: (rows, fine)
+    if method.backend == "jax":
+        inverse = method.inverse(Matrix(pattern, values))
+        return lambda rows: (jax.lax.map(inverse, rows), fine)
+
+    def cycle(rows: jax.Array) -> tuple[jax.Array, jax.Array]:
+        x, info = BACKENDS[method.backend].run(
+            one_step(method), pattern, values[None], rows, jnp.zeros((len(rows), 0), rows.dtype),
+            jnp.zeros(0, rows.dtype), singular=False, throw=False, site=site,
+        )  # fmt: skip
+        result = info[:, 0].astype("int32")
+        usual = result == Result.SUCCESSFUL
+        for end in (Result.MAX_STEPS_REACHED, Result.STAGNATED, Result.INACCURATE):
+            usual |= result == end
+        return x, jnp.max(jnp.where(usual, 0, result))
+
+    return cycle
+
+
+def inner_products(u: jax.Array, v: jax.Array) -> jax.Array:
+    """Return this rank's part of u_i . v_j."""
+    return jax.lax.dot_general(u, v, (((1,), (1,)), ((), ())))
+
+
+def _squares(rows: jax.Array) -> jax.Array:
+    return jnp.sum(rows * rows, axis=1)
+
+
+# ---- LOBPCG ----
+
+
+class Iterate(NamedTuple):
+    """The vectors of the iteration: the pairs, and the directions of the last step."""
+
+    x: jax.Array  # (m, n), B-orthonormal
+    ax: jax.Array
+    bx: jax.Array
+    p: jax.Array  # (m, n), B-orthonormal and B-orthogonal to x, or zero
+    ap: jax.Array
+    bp: jax.Array
+    values: jax.Array  # (m,)
+    relative: jax.Array  # (m,), |A x - λ B x| / ((|λ| + |shift|) |B x|)
+    steps: jax.Array
+    rounds: jax.Array  # the number of checks
+    check: jax.Array  # True if the next products are those of X, to compute its residuals again
+    result: jax.Array
+
+
+def lobpcg(
+    problem: Eigenproblem, k: int, m: int, max_steps: int, state: jax.Array, dtype: Any
+) -> Iterate:
+    """Compute the k smallest eigenvalues and their vectors by m vectors (collective).
+
+    (Knyazev, SIAM J. Sci. Comput. 23, 2001.) The basis [X, W, P] is orthonormalised by the
+    eigenvectors of its scaled Gram matrix, and directions that depend on the others within rounding
+    are left out of the step (Stathopoulos & Wu, SIAM J. Sci. Comput. 23, 2002). P is orthonormal to
+    the new X, as in Hetmaniuk & Lehoucq, J. Comput. Phys. 218, 2006. Pairs that have converged get
+    no new directions, and stay in the basis (soft locking).
+
+    Parameters
+    ----------
+    state
+        `RUNNING`, or a `Result` with which nothing is computed.
+    """
+    wanted = jnp.arange(m) < k
+    # The first guard shows if the last group of equal values continues.
+    loose = jnp.where(jnp.arange(m) == k, max(problem.rtol, problem.rtol**0.5), jnp.inf)
+    goal = jnp.where(wanted, problem.rtol, loose).astype(dtype)
+
+    def residuals(i: Iterate) -> jax.Array:
+        return i.ax - i.values[:, None] * i.bx
+
+    def measured(i: Iterate) -> Iterate:
+        rr, bb = problem.sums(jnp.stack([_squares(residuals(i)), _squares(i.bx)]))
+        tiny = jnp.finfo(dtype).tiny
+        size = (jnp.abs(i.values) + abs(problem.shift)) * jnp.sqrt(bb)
+        relative = jnp.sqrt(rr) / jnp.maximum(size, tiny)
+        finite = jnp.isfinite(rr[:k]).all()
+        result = jnp.where(finite | (i.result != RUNNING), i.result, Result.BREAKDOWN)
+        return i._replace(relative=relative, result=result.astype("int32"))
+
+    def combined(i: Iterate, w: jax.Array, aw: jax.Array, bw: jax.Array) -> Iterate:
+        """Return the smallest pairs in the span of X, W and P."""
+        s = jnp.concatenate([i.x, w, i.p])
+        a = jnp.concatenate([i.ax, aw, i.ap])
+        b = jnp.concatenate([i.bx, bw, i.bp])
+        gram = problem.sums(jnp.stack([inner_products(s, a), inner_products(s, b)]))
+        values, c, definite = _smallest(*gram, m, comm=problem.comm)
+        (x, p), (ax, ap), (bx, bp) = (jnp.split(c @ v, 2) for v in (s, a, b))
+        result = jnp.where(
+            definite | (i.result != RUNNING), i.result, Result.NOT_POSITIVE_DEFINITE
+        ).astype("int32")
+        return Iterate(
+            x, ax, bx, p, ap, bp, values, i.relative, i.steps, i.rounds, i.check, result
+        )  # fmt: skip
+
+    def step(i: Iterate) -> Iterate:
+        open_ = (i.relative > 0.8 * problem.rtol) & ~i.check
+        w, fault = problem.precondition(jnp.where(open_[:, None], residuals(i), 0))
+        for u, bu in ((i.x, i.bx), (i.p, i.bp)):
+            w = w - inner_products(problem.sums(inner_products(w, bu)), u.T)
+        w = jnp.where(i.check, i.x, w)
+        aw, bw = problem.product(w), problem.mass(w)
+        i = i._replace(ax=jnp.where(i.check, aw, i.ax), bx=jnp.where(i.check, bw, i.bx))
+        # Only X is left, so that its residuals are computed from its products.
+        w, aw, bw, p, ap, bp = (jnp.where(i.check, 0, v) for v in (w, aw, bw, i.p, i.ap, i.bp))
+        i = measured(combined(i._replace(p=p, ap=ap, bp=bp), w, aw, bw))
+        steps = i.steps + ~i.check
+        end = jnp.where(i.rounds >= _ROUNDS, Result.INACCURATE, RUNNING)
+        end = jnp.where(steps >= max_steps, Result.MAX_STEPS_REACHED, end)
+        end = jnp.where(has_converged(i, 1.0), Result.SUCCESSFUL, end)
+        end = jnp.where(i.check & (i.result == RUNNING), end, i.result)
+        end = jnp.where(fault > 0, fault + OF_PRECONDITIONER, end).astype("int32")
+        check = ~i.check & (has_converged(i, 0.9) | (steps >= max_steps))
+        return i._replace(steps=steps, rounds=i.rounds + i.check, check=check, result=end)
+
+    def has_converged(i: Iterate, part: float) -> jax.Array:
+        return jnp.all(i.relative <= part * goal)
+
+    zeros, count = jnp.zeros((m, problem.n), dtype), jnp.zeros((), "int32")
+    seeds = [(_SEED + _STEP * j) % 2**32 for j in range(m)]
+    start = jnp.stack([noise(problem.first, problem.n, dtype, seed) for seed in seeds])
+    none = jnp.zeros(m, dtype)
+    first = Iterate(start, *[zeros] * 5, none, none, count, count, count == 0, state)
+    end = jax.lax.while_loop(lambda i: i.result == RUNNING, step, first)
+    # The sign is that of the product with a fixed vector: the same on any number of ranks.
+    side = problem.sums(inner_products(end.bx, start[:1])[:, 0])
+    sign = jnp.where(side < 0, -1, 1).astype(dtype)[:, None]
+    return end._replace(x=sign * end.x, ax=sign * end.ax, bx=sign * end.bx)
+
+
+def _whitening(gram: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Return F with Fᵀ G F = 1 or 0 on the diagonal, which columns are not 0, and if G >= 0."""
+    eps = jnp.finfo(gram.dtype).eps
+    square = jnp.diagonal(gram)
+    scale = jnp.where(square > 0, 1 / jnp.sqrt(jnp.where(square > 0, square, 1)), 0)
+    sizes, directions = jnp.linalg.eigh(scale[:, None] * gram * scale)
+    present = sizes > jnp.sqrt(eps)
+    definite = (jnp.min(square) >= 0) & (jnp.min(sizes) > -jnp.sqrt(eps))
+    factor = jnp.where(present, 1 / jnp.sqrt(jnp.where(present, sizes, 1)), 0)
+    return scale[:, None] * directions * factor, present, definite
+
+
+def _smallest(
+    a: jax.Array, b: jax.Array, m: int, comm: Communicator
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Return the m smallest values of the Gram matrices, and the rows that combine X and P.
+
+    Computed on rank 0: another processor's library could turn vectors of equal values.
+    """
+    a, b = (a + a.T) / 2, (b + b.T) / 2
+    basis, present, definite = _whitening(b)
+    inside = basis.T @ a @ basis
+    beyond = 1 + 2 * jnp.max(jnp.sum(jnp.abs(inside), axis=1))
+    inside = inside + jnp.diag(jnp.where(present, 0, beyond))
+    values, turn = jnp.linalg.eigh(inside)
+    turn = turn[:, :m]
+    x = basis @ turn
+    # The directions of the step: the part of the new X that is not in the old one.
+    p = basis.T @ (b @ x.at[:m].set(0))
+    for _ in range(2):
+        p = p - turn @ (turn.T @ p)
+        p = p @ _whitening(p.T @ p)[0]
+    rows = jnp.concatenate([x, basis @ p], axis=1).T
+    packed = jnp.concatenate([values[:m], rows.ravel(), definite[None].astype(values.dtype)])
+    packed = bcast(packed, comm=comm)
+    return packed[:m], packed[m:-1].reshape(rows.shape), packed[-1] > 0
+
+
+# ---- solves on the complement of the vectors ----
+
+
+class _Descent(NamedTuple):
+    y: jax.Array
+    r: jax.Array
+    p: jax.Array
+    ap: jax.Array
+    pap: jax.Array  # (k,)
+    rr: jax.Array  # (k,)
+    yy: jax.Array  # (k,)
+    size: jax.Array  # about |A|
+    steps: jax.Array
+    rounds: jax.Array
+    check: jax.Array  # True if the next product is that of y, to compute its residual again
+    state: jax.Array
+
+
+def solve_on_complement(
+    problem: Eigenproblem, x: jax.Array, bx: jax.Array, values: jax.Array, rhs: jax.Array, steps: int
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+    """Solve (A - λ_i B) y_i = r_i for all i at once, with y B-orthogonal to all x (collective).
+
+    Conjugate gradients with a number of their own for each i. The directions are made conjugate to
+    the last one, not by the residuals' norms, so that the preconditioner may have a factor that
+    differs from step to step (Notay, SIAM J. Sci. Comput. 22, 2000).
+
+    Parameters
+    ----------
+    x, bx, values
+        The pairs, and B x.
+    rhs
+        The right-hand sides, shape (k, n_local). Their parts along B x are removed.
+    steps
+        The largest number of steps.
+
+    Returns
+    -------
+    y, the relative residuals (k,), the number of steps, and a `Result`.
+    """
+    eps = jnp.finfo(rhs.dtype).eps
+
+    def off(rows: jax.Array, parts: jax.Array, u: jax.Array) -> jax.Array:
+        return rows - parts @ u
+
+    def operator(z: jax.Array) -> jax.Array:
+        return problem.product(z) - values[:, None] * problem.mass(z)
+
+    squares = problem.sums(_squares(rhs))
+
+    def is_open(i: _Descent) -> jax.Array:
+        goal = problem.rtol**2 * squares
+        # No residual below the rounding of A y can be expected.
+        rounding = (4 * eps * i.size) ** 2 * i.yy
+        return i.rr > jnp.maximum(goal, rounding)
+
+    def step(i: _Descent) -> _Descent:
+        running = is_open(i) & ~i.check
+        z, fault = problem.precondition(jnp.where(running[:, None], i.r, 0))
+        z = off(z, problem.sums(inner_products(z, bx)), x)
+        q = operator(jnp.where(i.check, i.y, z))
+        q = jnp.where(i.check, rhs - q, q)  # when checked, it is the residual of y
+        pairs = [(i.r, z), (z, q), (z, i.ap), (z, z), (q, q)]
+        dots = jnp.stack([jnp.sum(u * v, axis=1) for u, v in pairs], axis=1)
+        total = problem.sums(jnp.concatenate([inner_products(q, x), dots], axis=1))
+        q, (rz, zq, zap, zz, qq) = off(q, total[:, : len(x)], bx), total[:, len(x) :].T
+        beta = jnp.where(i.pap > 0, -zap / jnp.where(i.pap > 0, i.pap, 1), 0)
+        beta = jnp.where(zq + beta * zap > eps * zq, beta, 0)
+        curvature = zq + beta * zap
+        bad = running & ((rz <= 0) | (zq <= 0))
+        alpha = jnp.where(running & ~bad, rz / jnp.where(curvature > 0, curvature, 1), 0)
+        p, ap = (jnp.where(i.check, 0, u + beta[:, None] * v) for u, v in ((z, i.p), (q, i.ap)))
+        y, r = i.y + alpha[:, None] * p, jnp.where(i.check, q, i.r - alpha[:, None] * ap)
+        size = jnp.max(jnp.sqrt(qq / jnp.where(zz > 0, zz, jnp.inf)), initial=i.size)
+        rr, yy = problem.sums(jnp.stack([_squares(r), _squares(y)]))
+        i = i._replace(
+            y=y, r=r, p=p, ap=ap, pap=jnp.where(running, curvature, 0), rr=rr, yy=yy, size=size
+        )
+        ended, taken = ~is_open(i).any(), i.steps + ~i.check
+        end = jnp.where(i.rounds >= _ROUNDS, Result.INACCURATE, RUNNING)
+        end = jnp.where(taken >= steps, Result.MAX_STEPS_REACHED, end)
+        end = jnp.where(i.check, jnp.where(ended, Result.SUCCESSFUL, end), RUNNING)
+        end = jnp.where(bad.any(), Result.NOT_POSITIVE_DEFINITE, end)
+        end = jnp.where(fault > 0, fault + OF_PRECONDITIONER, end)
+        end = jnp.where(jnp.isfinite(rr).all(), end, Result.BREAKDOWN)
+        end = jnp.where(jnp.isfinite(squares).all(), end, Result.NOT_FINITE).astype("int32")
+        check = ~i.check & (ended | (taken >= steps))
+        return i._replace(steps=taken, rounds=i.rounds + i.check, check=check, state=end)
+
+    zeros, none, count = jnp.zeros_like(rhs), jnp.zeros_like(squares), jnp.zeros((), "int32")
+    begin = _Descent(
+        *[zeros] * 4, none, none, none, jnp.zeros((), rhs.dtype), count, count, count == 0,
+        jnp.full((), RUNNING, "int32"),
+    )  # fmt: skip
+    end = jax.lax.while_loop(lambda i: i.state == RUNNING, step, begin)
+    relative = jnp.sqrt(end.rr / jnp.where(squares > 0, squares, 1))
+    return end.y, relative, end.steps, end.state
+
+
+def check_symmetric(matrix: Matrix, definite: bool) -> jax.Array:
+    """Return `RUNNING`, or the `Result` that says why the matrix is not valid (collective)."""
+    pattern, diagonal = matrix.pattern, matrix.diagonal()
+    size = jnp.abs(jnp.where(diagonal == 0, 1, diagonal))
+    ones = jnp.ones(pattern.n_local, matrix.dtype)
+    system = LinearSystem(
+        product=lambda v: matrix @ v,
+        precondition=lambda r: r,
+        b=ones,
+        x0=ones,
+        rtol=1.0,
+        max_steps=1,
+        comm=pattern.comm,
+        first=pattern.offset,
+        wrong=~jnp.isfinite(matrix.values).all(),
+        negative=(diagonal <= 0).any() if definite else False,
+        scale=1 / jnp.sqrt(size),
+    )
+    return system.begin_symmetric()[2]
