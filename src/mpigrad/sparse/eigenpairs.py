@@ -190,7 +190,7 @@ def eigh(
     still, frame = jax.lax.stop_gradient(values), jax.lax.stop_gradient(x)
     moved, turned = frame_p.bind(
         values - still, x - frame, still, frame, jax.lax.stop_gradient(info), carrier(),
-        comm=pattern.comm, rtol=float(rtol), shift=shift, site=call_site(),
+        pattern=pattern, rtol=float(rtol), shift=shift, site=call_site(),
     )  # fmt: skip
     values, x = still + moved, frame + turned
     result, steps, follower = info[0].astype("int32"), info[1].astype("int32"), sign * info[2]
@@ -583,7 +583,7 @@ def _transpose_frame(
     cotangents: Sequence[Any], operands: Sequence[Any], linear: Any, params: dict[str, Any]
 ) -> list[Any]:
     _, _, values, x, info, c = operands
-    (ct, ctx), comm = cotangents, params["comm"]
+    (ct, ctx), comm = cotangents, params["pattern"].comm
     equal, cut, tolerance = _groups(values, info, params["rtol"], params["shift"])
     head = f"eigh, {describe(abs(params['site']))}: "
     with set_carrier(c):
@@ -645,6 +645,7 @@ frame_p = primitive(
     "eigh_frame",
     shapes=lambda t, tx, *_, **__: [t, tx],
     run=_run_frame,
+    programs=lambda params: params["pattern"].derived,
     differentiate=_differentiate_frame,
     transpose=_transpose_frame,
     batch="map",

@@ -39,7 +39,7 @@ __all__ = [
 ]
 
 BACKENDS: dict[str, Any] = {"jax": jax_backend, "hypre": hypre, "boxmg": boxmg}
-_SEED, _STEP = 2654435761, 2 * 1640531527 + 1  # seeds of the first vectors are odd numbers
+_SEED = 2654435761  # of the first vectors
 OF_PRECONDITIONER = 100  # added to the `Result` of a preconditioner
 _ROUNDS = 4  # of restarts from residuals that are computed, not updated
 
@@ -239,8 +239,8 @@ def lobpcg(
         return jnp.all(i.relative <= part * goal)
 
     zeros, count = jnp.zeros((m, problem.n), dtype), jnp.zeros((), "int32")
-    seeds = [(_SEED + _STEP * j) % 2**32 for j in range(m)]
-    start = jnp.stack([noise(problem.first, problem.n, dtype, seed) for seed in seeds])
+    # Entry (i, j) depends on the global row i alone: the same vectors on any number of ranks.
+    start = noise(problem.first * m, problem.n * m, dtype, _SEED).reshape(problem.n, m).T
     none = jnp.zeros(m, dtype)
     first = Iterate(start, *[zeros] * 5, none, none, count, count, count == 0, state)
     end = jax.lax.while_loop(lambda i: i.result == RUNNING, step, first)
