@@ -63,7 +63,6 @@ def test_equal_values(comm):
     grid, A = squares(comm)
     n, k = A.shape[0], 3
     mine = slice(A.pattern.offset, A.pattern.offset + A.pattern.n_local)
-    order = Matrix.assemble  # noqa: F841
     whole = np.concatenate(comm.mpi.allgather(A.local_scipy().toarray()))
     generator = np.random.default_rng(5)
     point, along, u, w = generator.standard_normal((4, n))
@@ -72,13 +71,13 @@ def test_equal_values(comm):
     def loss(p):
         values, vectors = eigh(scaled(A, jnp.exp(p)), k=k, preconditioner=Jacobi(), rtol=1e-12).value
         uw = mg.allreduce(jnp.stack([jnp.asarray(v[mine]) for v in (u, w)]) @ vectors, comm=comm)
-        return jnp.sum(values**2) + jnp.sum(uw[0, 1:] * uw[1, 1:])
+        return values[0] + jnp.sum(values[1:]) ** 2 + jnp.sum(uw[0, 1:] * uw[1, 1:])
 
     def dense(p):
         d = np.exp(p)
         values, vectors = scipy.linalg.eigh(d[:, None] * whole * d)
         parts = np.stack([u, w]) @ vectors[:, 1:k]
-        return np.sum(values[:k] ** 2) + np.sum(parts[0] * parts[1])
+        return values[0] + np.sum(values[1:k]) ** 2 + np.sum(parts[0] * parts[1])
 
     def slopes(p, t):
         gradient = mg.grad(loss, loss="replicated", comm=comm)
@@ -95,3 +94,135 @@ def test_equal_values(comm):
     close(value, f[2], 1e-11)
     close((float(slope), dot(gradient)), (first, first), 1e-6)
     close(dot(hessian), second, 1e-4)
+
+
+def test_derivatives_that_do_not_exist(comm):
+    """Functions that depend on the basis of a group, or on a group that k cuts in two."""
+    _, A = squares(comm, 4)
+
+    def pairs(values, k):
+        return eigh(Matrix(A.pattern, values), k=k, preconditioner=None, rtol=1e-10).value
+
+    wave = jnp.sin(A.pattern.offset + jnp.arange(A.pattern.n_local) ** 2)
+    cut = "Take k larger or smaller"
+    for match, k, loss in (
+        ("eigenvalues 1 and 2 .* treats their values differently.*the sum of their values", 3,
+         lambda pair: pair.values[1] / comm.size),
+        ("treats their vectors differently", 3, lambda pair: pair.vectors[:, 1] @ wave),
+        (cut, 2, lambda pair: pair.values[1] / comm.size),
+        (cut, 2, lambda pair: jnp.sum(pair.vectors**4)),
+    ):  # fmt: skip
+        with pytest.raises(jax.errors.JaxRuntimeError, match=match):
+            mg.grad(lambda v, k=k, loss=loss: loss(pairs(v, k)))(A.values)
+    with pytest.raises(jax.errors.JaxRuntimeError, match=cut):
+        mg.jvp(lambda v: pairs(v, 2), (A.values,), (jnp.sin(A.values),))
+    # The first value is not in the group that is cut.
+    lowest = mg.grad(lambda v: pairs(v, 2).values[0] / comm.size)(A.values)
+    total = mg.allreduce(jnp.sum(lowest * A.values), comm=comm)
+    close(total, pairs(A.values, 2).values[0], 1e-8)  # it is linear in A
+    tangent = mg.jvp(lambda v: pairs(v, 3).values, (A.values,), (A.values,))[1]
+    close(tangent, pairs(A.values, 3).values, 1e-8)
+
+
+def line(comm, n=24, ends=2.0, dtype=float):
+    """The second difference on n points of a line. ends=1: without flux at both ends."""
+    row = np.array(local_range(n, comm))
+    left, right = row[row > 0], row[row < n - 1]
+    rows, columns = np.concatenate([row, left, right]), np.concatenate([row, left - 1, right + 1])
+    pattern = Pattern.from_coo(rows, columns, len(row), comm)
+    edge = (rows == columns) & ((rows == 0) | (rows == n - 1))
+    values = np.where(rows == columns, np.where(edge, ends, 2.0), -1.0)
+    return Matrix(pattern, jnp.asarray(values, dtype))
+
+
+def test_ends_of_the_spectrum(comm):
+    """The largest values, all values of a small matrix, float32, and a singular matrix."""
+    n, steps = 24, np.arange(1, 25)
+    expected = 2 - 2 * np.cos(steps * np.pi / (n + 1))
+    A = line(comm)
+    solution = eigh(A, k=3, which="largest")
+    close(solution.value.values, expected[-3:], 1e-12)
+    close(solution.stats["next_value"], expected[-4], 1e-6)
+    single = eigh(line(comm, dtype="float32"), k=2, rtol=1e-3, max_steps=300)
+    assert single.value.vectors.dtype == "float32"
+    close(single.value.values, expected[:2].astype("float32"), 1e-4)
+    small = eigh(line(comm, 5), k=5)
+    close(small.value.values, 2 - 2 * np.cos(np.arange(1, 6) * np.pi / 6), 1e-12)
+    assert np.isinf(small.stats["next_value"])
+    # Constants are in the null space.
+    free = eigh(line(comm, ends=1.0), k=3, shift=0.01)
+    close(free.value.values, 2 - 2 * np.cos(np.arange(3) * np.pi / n), 1e-12)
+    gram = mg.allreduce(free.value.vectors.T @ free.value.vectors, comm=comm)
+    close(gram, np.eye(3), 1e-12)
+
+
+def test_multigrid_and_ranks(comm):
+    """BoxMG needs few steps, and vectors do not depend on the number of ranks."""
+    grid, A = squares(comm, 20)
+    solution = eigh(A, k=4, preconditioner=BoxMG())
+    lowest = 2 - 2 * np.cos(np.arange(1, 5) * np.pi / 21)
+    close(solution.value.values, np.sort(np.add.outer(lowest, lowest).ravel())[:4], 1e-12)
+    assert solution.stats["num_steps"] < 25
+    x = grid.gather(solution.value.vectors[:, 0].reshape(grid.local_shape))
+    if comm.rank == 0:
+        shape = np.sin(np.arange(1, 21) * np.pi / 21)
+        exact = np.outer(shape, shape)
+        close(np.abs(x), exact / np.linalg.norm(exact), 1e-7)
+    # Neumann conditions, with multigrid for the shifted matrix.
+    free = eigh(A - Matrix(A.pattern, _boundary(grid, A)), k=4, preconditioner=BoxMG(), shift=0.01)
+    close(free.value.values[0], 0, 1e-12)
+
+
+def _boundary(grid, A):
+    """The links that lead out of the square, on the diagonal."""
+    ones = jnp.ones(A.pattern.n_local)
+    return jnp.zeros_like(A.values).at[A.pattern.diagonal_index].set(A @ ones)
+
+
+def test_errors(comm):
+    A = line(comm, 12)
+    n = A.pattern.n_local
+    other = line(comm, 12)
+    skew = other.scale_rows(jnp.arange(1.0, n + 1) + comm.rank)
+    for error, match, arguments, options in (
+        (ValueError, "at most the number of rows, 12, got k=13. Ask for fewer", (A, None, 13), {}),
+        (ValueError, "k must be at least 1", (A, None, 0), {}),
+        (TypeError, r"k must be an integer, got 2\.5", (A, None, 2.5), {}),
+        (TypeError, "A must be a mpigrad.sparse.Matrix, got int. Make", (3,), {}),
+        (TypeError, "B must be a mpigrad.sparse.Matrix, got int", (A, 3), {}),
+        (TypeError, "A must be real", (Matrix(A.pattern, A.values + 0j),), {}),
+        (ValueError, "which must be 'smallest' or 'largest', got 'LM'", (A,), {"which": "LM"}),
+        (ValueError, "rtol must lie between 0 and 1", (A,), {"rtol": 0}),
+        (ValueError, "shift must be finite", (A,), {"shift": np.nan}),
+        (TypeError, "the preconditioner must be BoomerAMG", (A,), {"preconditioner": "ilu"}),
+        (ValueError, "^eigh: BoxMG cannot take this", (A,), {"preconditioner": BoxMG()}),
+        (jax.errors.JaxRuntimeError, "A must be symmetric", (skew,), {}),
+        (jax.errors.JaxRuntimeError, "B must be symmetric", (A, skew), {}),
+        (jax.errors.JaxRuntimeError, "B must be positive definite, got a diag", (A, -other), {}),
+        (jax.errors.JaxRuntimeError, "A holds NaN", (A * np.nan,), {}),
+        (jax.errors.JaxRuntimeError, "expected 2 eigenpairs, got 0 after 1 steps", (A, None, 2),
+         {"max_steps": 1, "rtol": 1e-12}),
+    ):  # fmt: skip
+        with pytest.raises(error, match=match):
+            eigh(*arguments, **{"preconditioner": Jacobi(), **options})
+    if comm.size > 1:
+        shifted = Pattern.from_coo([], [], n + (comm.rank == 0) - (comm.rank == 1), comm)
+        with pytest.raises(ValueError, match="the same stripes of rows, got"):
+            eigh(A, Matrix(shifted, jnp.zeros(0)))
+    early = eigh(A, k=2, preconditioner=None, max_steps=1, throw=False)
+    assert early.result == Result.MAX_STEPS_REACHED and bool(jnp.isfinite(early.value.values).all())
+    wrong = eigh(skew, k=2, preconditioner=None, throw=False)
+    assert wrong.result == Result.NOT_SYMMETRIC and bool(jnp.isnan(wrong.value.vectors).all())
+
+
+@pytest.mark.full("test_values_vectors_and_derivatives compares with dense derivatives")
+def test_dot_and_taylor(comm):
+    A = line(comm, 16)
+    pairs = lambda v: eigh(Matrix(A.pattern, v), k=3, preconditioner=Jacobi(), rtol=1e-11).value
+    mg.dot_test(pairs, A.values, comm=comm, rtol=1e-8)
+
+    def loss(p):
+        values, vectors = eigh(scaled(A, jnp.exp(p)), k=3, preconditioner=Jacobi(), rtol=1e-12).value
+        return jnp.sum(values) / comm.size + jnp.sum(vectors[:, 1] ** 4)
+
+    mg.taylor_test(loss, jnp.sin(jnp.arange(A.pattern.n_local)), comm=comm)

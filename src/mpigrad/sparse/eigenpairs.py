@@ -354,11 +354,11 @@ _OF_B = 50  # added to the `Result` of a check of B
 # (k, n_local), B X, info (3 + k): result, steps, next value, relative residuals ----
 
 
-def _problem(params: dict[str, Any], a: Any, b: Any, shifted: Any, signed: bool = True) -> Any:
+def _problem(params: dict[str, Any], a: Any, b: Any, shifted: Any) -> Eigenproblem:
     pattern, mass, site = params["pattern"], params["mass"], params["site"]
     return Eigenproblem(
         product=lambda rows: multiply_rows(pattern, a, rows),
-        mass=lambda rows: rows if mass is None else multiply_rows(mass, b, rows),
+        mass=None if mass is None else lambda rows: multiply_rows(mass, b, rows),
         precondition=preconditioned(params["method"], params["inverted"], shifted, site),
         n=pattern.n_local,
         first=pattern.offset,
@@ -476,7 +476,7 @@ def _run_bordered(
     equal, cut, _ = _groups(values, info, params["rtol"], params["shift"])
     with without_carriers():
         problem = _problem(params, a, b, shifted)
-        r = r + problem.mass(v)
+        r = r + problem.massed(v)
         parts, h = allreduce(jnp.stack([inner_products(x, r), h]), comm=comm)
         differences = values[:, None] - values
         along = jnp.where(equal, h, parts / jnp.where(equal, 1, differences))
@@ -500,7 +500,7 @@ def _run_bordered(
             jnp.max(relative), taken, values[-1], info[2], comm=comm,
         )  # fmt: skip
         y = jnp.where(state == Result.SUCCESSFUL, y, jnp.nan)
-        return [along.T @ x + y, along.T @ bx + problem.mass(y), theta]
+        return [along.T @ x + y, along.T @ bx + problem.massed(y), theta]
 
 
 _CUT = (

@@ -53,7 +53,7 @@ class Eigenproblem:
     Attributes
     ----------
     product, mass
-        The functions rows -> A rows and rows -> B rows.
+        The functions rows -> A rows and rows -> B rows. `mass` is None if B is the identity.
     precondition
         The function rows -> (M rows, 0 or the `Result` of its failure).
     n
@@ -67,13 +67,17 @@ class Eigenproblem:
     """
 
     product: Rows
-    mass: Rows
+    mass: Rows | None
     precondition: Callable[[jax.Array], tuple[jax.Array, jax.Array]]
     n: int
     first: int
     rtol: float
     shift: float
     comm: Communicator
+
+    def massed(self, rows: jax.Array) -> jax.Array:
+        """Return B rows."""
+        return rows if self.mass is None else self.mass(rows)
 
     def sums(self, terms: jax.Array) -> jax.Array:
         """Return the sums over ranks, by one message."""
@@ -155,10 +159,10 @@ class Iterate(NamedTuple):
 
     x: jax.Array  # (m, n), B-orthonormal
     ax: jax.Array
-    bx: jax.Array
+    bx: jax.Array | None  # None if B is the identity
     p: jax.Array  # (m, n), B-orthonormal and B-orthogonal to x, or zero
     ap: jax.Array
-    bp: jax.Array
+    bp: jax.Array | None
     values: jax.Array  # (m,)
     relative: jax.Array  # (m,), |A x - λ B x| / ((|λ| + |shift|) |B x|)
     steps: jax.Array
@@ -189,10 +193,10 @@ def lobpcg(
     goal = jnp.where(wanted, problem.rtol, loose).astype(dtype)
 
     def residuals(i: Iterate) -> jax.Array:
-        return i.ax - i.values[:, None] * i.bx
+        return i.ax - i.values[:, None] * _or(i.bx, i.x)
 
     def measured(i: Iterate) -> Iterate:
-        rr, bb = problem.sums(jnp.stack([_squares(residuals(i)), _squares(i.bx)]))
+        rr, bb = problem.sums(jnp.stack([_squares(residuals(i)), _squares(_or(i.bx, i.x))]))
         tiny = jnp.finfo(dtype).tiny
         size = (jnp.abs(i.values) + abs(problem.shift)) * jnp.sqrt(bb)
         relative = jnp.sqrt(rr) / jnp.maximum(size, tiny)
@@ -200,14 +204,15 @@ def lobpcg(
         result = jnp.where(finite | (i.result != RUNNING), i.result, Result.BREAKDOWN)
         return i._replace(relative=relative, result=result.astype("int32"))
 
-    def combined(i: Iterate, w: jax.Array, aw: jax.Array, bw: jax.Array) -> Iterate:
+    def combined(i: Iterate, w: jax.Array, aw: jax.Array, bw: jax.Array | None) -> Iterate:
         """Return the smallest pairs in the span of X, W and P."""
         s = jnp.concatenate([i.x, w, i.p])
         a = jnp.concatenate([i.ax, aw, i.ap])
-        b = jnp.concatenate([i.bx, bw, i.bp])
+        b = s if bw is None else jnp.concatenate([i.bx, bw, i.bp])
         gram = problem.sums(jnp.stack([inner_products(s, a), inner_products(s, b)]))
         values, c, definite = _smallest(*gram, m, comm=problem.comm)
-        (x, p), (ax, ap), (bx, bp) = (jnp.split(c @ v, 2) for v in (s, a, b))
+        (x, p), (ax, ap) = (jnp.split(c @ v, 2) for v in (s, a))
+        bx, bp = (None, None) if bw is None else jnp.split(c @ b, 2)
         result = jnp.where(
             definite | (i.result != RUNNING), i.result, Result.NOT_POSITIVE_DEFINITE
         ).astype("int32")
@@ -219,17 +224,23 @@ def lobpcg(
         open_ = (i.relative > 0.8 * problem.rtol) & ~i.check
         w, fault = problem.precondition(jnp.where(open_[:, None], residuals(i), 0))
         for u, bu in ((i.x, i.bx), (i.p, i.bp)):
-            w = w - inner_products(problem.sums(inner_products(w, bu)), u.T)
+            w = w - problem.sums(inner_products(w, _or(bu, u))) @ u
         w = jnp.where(i.check, i.x, w)
-        aw, bw = problem.product(w), problem.mass(w)
-        i = i._replace(ax=jnp.where(i.check, aw, i.ax), bx=jnp.where(i.check, bw, i.bx))
+        aw, bw = problem.product(w), None if problem.mass is None else problem.mass(w)
+        i = i._replace(
+            ax=jnp.where(i.check, aw, i.ax),
+            bx=None if bw is None else jnp.where(i.check, bw, i.bx),
+        )
         # Only X is left, so that its residuals are computed from its products.
-        w, aw, bw, p, ap, bp = (jnp.where(i.check, 0, v) for v in (w, aw, bw, i.p, i.ap, i.bp))
+        w, aw, bw, p, ap, bp = (
+            None if v is None else jnp.where(i.check, 0, v)
+            for v in (w, aw, bw, i.p, i.ap, i.bp)
+        )  # fmt: skip
         i = measured(combined(i._replace(p=p, ap=ap, bp=bp), w, aw, bw))
         steps = i.steps + ~i.check
         end = jnp.where(i.rounds >= _ROUNDS, Result.INACCURATE, RUNNING)
         end = jnp.where(steps >= max_steps, Result.MAX_STEPS_REACHED, end)
-        end = jnp.where(has_converged(i, 1.0), Result.SUCCESSFUL, end)
+        end = jnp.where(has_converged(i, 1.0) & (i.rounds > 0), Result.SUCCESSFUL, end)
         end = jnp.where(i.check & (i.result == RUNNING), end, i.result)
         end = jnp.where(fault > 0, fault + OF_PRECONDITIONER, end).astype("int32")
         check = ~i.check & (has_converged(i, 0.9) | (steps >= max_steps))
@@ -242,12 +253,19 @@ def lobpcg(
     # Entry (i, j) depends on the global row i alone: the same vectors on any number of ranks.
     start = noise(problem.first * m, problem.n * m, dtype, _SEED).reshape(problem.n, m).T
     none = jnp.zeros(m, dtype)
-    first = Iterate(start, *[zeros] * 5, none, none, count, count, count == 0, state)
+    massed = None if problem.mass is None else zeros
+    first = Iterate(
+        start, zeros, massed, zeros, zeros, massed, none, none, count, count, count == 0, state
+    )  # fmt: skip
     end = jax.lax.while_loop(lambda i: i.result == RUNNING, step, first)
     # The sign is that of the product with a fixed vector: the same on any number of ranks.
-    side = problem.sums(inner_products(end.bx, start[:1])[:, 0])
+    side = problem.sums(_or(end.bx, end.x) @ start[0])
     sign = jnp.where(side < 0, -1, 1).astype(dtype)[:, None]
-    return end._replace(x=sign * end.x, ax=sign * end.ax, bx=sign * end.bx)
+    return end._replace(x=sign * end.x, bx=sign * _or(end.bx, end.x))
+
+
+def _or(massed: jax.Array | None, rows: jax.Array) -> jax.Array:
+    return rows if massed is None else massed
 
 
 def _whitening(gram: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -334,7 +352,7 @@ def solve_on_complement(
         return rows - parts @ u
 
     def operator(z: jax.Array) -> jax.Array:
-        return problem.product(z) - values[:, None] * problem.mass(z)
+        return problem.product(z) - values[:, None] * problem.massed(z)
 
     squares = problem.sums(_squares(rhs))
 
