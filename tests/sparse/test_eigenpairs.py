@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import scipy.linalg
 from systems import grid_system
-from whole import prove, rows_of
+from whole import rows_of
 
 import mpigrad as mg
 from helpers import close
@@ -17,7 +17,7 @@ FIVE_POINTS = [(0, 0), (-1, 0), (1, 0), (0, -1), (0, 1)]
 
 
 def scaled(A, d):
-    return A.scale_rows(d).scale_columns(d)
+    return A.scale_rows(d).scale_columns(d) if isinstance(A, Matrix) else d[:, None] * A * d
 
 
 def dense_pairs(a, b):
@@ -36,28 +36,43 @@ def squares(comm, n=6, spacing=1.0):
     return grid, Matrix.assemble(pattern, entries)
 
 
+@pytest.mark.long("second derivatives; test_derivatives_that_do_not_exist has first ones")
 def test_values_vectors_and_derivatives(comm):
-    """A generalized problem: jvp, gradient and Hessian with respect to both matrices."""
+    """A generalized problem: value, jvp, gradient and Hessian with respect to both matrices."""
     system = grid_system(comm)
     S = system.matrix
-    M = S + 3 * S  # another pattern object
+    M = S + 3 * S  # the pattern is another object
     whole, k = system.dense(system.all_values), 3
-    weights = jnp.array([1.0, -2.0, 0.7])
+    operands = [rows_of(S.pattern, seed=i) for i in range(4)]
+    weights = [1.0, -2.0, 0.7]
 
-    def f(p, q):
-        A, B = scaled(S, 2 + jnp.sin(p)), scaled(M, 3 + jnp.cos(q))
-        values, vectors = eigh(A, B, k, preconditioner=Jacobi(), rtol=1e-12).value
-        return vectors**2 @ (weights * values)
+    def loss(p, q, w, pairs, A, B):
+        values, vectors = pairs(scaled(A, 2 + jnp.sin(p)), scaled(B, 3 + jnp.cos(q)))
+        return jnp.sum(w * jnp.sin(10 * vectors[:, :k] ** 2 @ (jnp.array(weights) * values[:k])))
 
-    def F(p, q):
-        d, e = 2 + jnp.sin(p), 3 + jnp.cos(q)
-        values, vectors = dense_pairs(d[:, None] * whole * d, 4 * e[:, None] * whole * e)
-        return vectors[:, :k] ** 2 @ (weights * values[:k])
+    def pairs(A, B):
+        return eigh(A, B, k, preconditioner=Jacobi(), rtol=1e-12).value
 
-    operands = [rows_of(S.pattern, seed=i) for i in (1, 2)]
-    prove(f, F, operands, operands[0].mine, rtol=1e-7)
+    def derivatives(kit, *arguments):
+        def program(p, q, tp, tq, w):
+            f = lambda p, q: loss(p, q, w, *arguments)
+            return kit.jvp(kit.value_and_grad(f, (0, 1)), (p, q), (tp, tq))
+
+        return program
+
+    parts, wholes = [x.part for x in operands], [jnp.asarray(x.whole) for x in operands]
+    (value, gradient), (slope, hessian) = mg.jit(derivatives(mg, pairs, S, M))(
+        *parts, operands[0].part
+    )
+    (Value, Gradient), (Slope, Hessian) = jax.jit(
+        derivatives(jax, dense_pairs, whole, 4 * whole)
+    )(*wholes, wholes[0])
+    close((value, slope), (Value, Slope), 1e-8)
+    mine = operands[0].mine
+    close((gradient, hessian), jax.tree.map(lambda x: x[mine], (Gradient, Hessian)), 1e-7)
 
 
+@pytest.mark.long("second derivatives; test_derivatives_that_do_not_exist has first ones")
 def test_equal_values(comm):
     """The trace and the projector of a double value: the gradient, and a second derivative."""
     grid, A = squares(comm)
@@ -74,16 +89,14 @@ def test_equal_values(comm):
         return values[0] + jnp.sum(values[1:]) ** 2 + jnp.sum(uw[0, 1:] * uw[1, 1:])
 
     def dense(p):
-        d = np.exp(p)
-        values, vectors = scipy.linalg.eigh(d[:, None] * whole * d)
+        values, vectors = scipy.linalg.eigh(scaled(whole, np.exp(p)))
         parts = np.stack([u, w]) @ vectors[:, 1:k]
         return values[0] + np.sum(values[1:k]) ** 2 + np.sum(parts[0] * parts[1])
 
     def slopes(p, t):
-        gradient = mg.grad(loss, loss="replicated", comm=comm)
-        return *mg.jvp(loss, (p,), (t,)), *mg.jvp(gradient, (p,), (t,))
+        return mg.jvp(mg.value_and_grad(loss, loss="replicated", comm=comm), (p,), (t,))
 
-    value, slope, gradient, hessian = mg.jit(slopes)(
+    (value, gradient), (slope, hessian) = mg.jit(slopes)(
         jnp.asarray(point[mine]), jnp.asarray(along[mine])
     )
     step = 2e-3
@@ -100,28 +113,45 @@ def test_derivatives_that_do_not_exist(comm):
     """Functions that depend on the basis of a group, or on a group that k cuts in two."""
     _, A = squares(comm, 4)
 
+    wave = jnp.sin(A.pattern.offset + jnp.arange(A.pattern.n_local) ** 2)
+    tangent = jnp.sin(A.values)
+
     def pairs(values, k):
         return eigh(Matrix(A.pattern, values), k=k, preconditioner=None, rtol=1e-10).value
 
-    wave = jnp.sin(A.pattern.offset + jnp.arange(A.pattern.n_local) ** 2)
+    def pulled(k):
+        def program(v, *weights):
+            def loss(v):
+                pair = pairs(v, k)
+                return pair.values @ weights[0] + jnp.sum(pair.vectors * weights[1])
+
+            return mg.grad(loss)(v)
+
+        return mg.jit(program)
+
+    zero = jnp.zeros((A.pattern.n_local, 3))
+    waves = zero.at[:, 1].set(wave)
     cut = "Take k larger or smaller"
-    for match, k, loss in (
-        ("eigenvalues 1 and 2 .* treats their values differently.*the sum of their values", 3,
-         lambda pair: pair.values[1] / comm.size),
-        ("treats their vectors differently", 3, lambda pair: pair.vectors[:, 1] @ wave),
-        (cut, 2, lambda pair: pair.values[1] / comm.size),
-        (cut, 2, lambda pair: jnp.sum(pair.vectors**4)),
+    three, two = pulled(3), pulled(2)
+    for match, program, *weights in (
+        ("eigenvalues 1 and 2 .* treats their values differently.*the sum of their values", three,
+         jnp.array([1.0, 1.0, 0.0]), zero),
+        ("treats their vectors differently", three, jnp.zeros(3), waves),
+        (cut, two, jnp.array([0.0, 1.0]), zero[:, :2]),
+        (cut, two, jnp.zeros(2), waves[:, :2]),
     ):  # fmt: skip
         with pytest.raises(jax.errors.JaxRuntimeError, match=match):
-            mg.grad(lambda v, k=k, loss=loss: loss(pairs(v, k)))(A.values)
+            program(A.values, *weights)
     with pytest.raises(jax.errors.JaxRuntimeError, match=cut):
-        mg.jvp(lambda v: pairs(v, 2), (A.values,), (jnp.sin(A.values),))
-    # The first value is not in the group that is cut.
-    lowest = mg.grad(lambda v: pairs(v, 2).values[0] / comm.size)(A.values)
+        mg.jvp(lambda v: pairs(v, 2), (A.values,), (tangent,))
+    # The first value is not in the group that is cut. It is linear in A.
+    lowest = two(A.values, jnp.array([1.0, 0.0]), zero[:, :2]) / comm.size
     total = mg.allreduce(jnp.sum(lowest * A.values), comm=comm)
-    close(total, pairs(A.values, 2).values[0], 1e-8)  # it is linear in A
-    tangent = mg.jvp(lambda v: pairs(v, 3).values, (A.values,), (A.values,))[1]
-    close(tangent, pairs(A.values, 3).values, 1e-8)
+    expected = 4 - 4 * np.cos(np.pi / 5)
+    close(total, expected, 1e-8)
+    group = three(A.values, jnp.array([0.0, 1.0, 1.0]), zero) / comm.size
+    total = mg.allreduce(jnp.sum(group * A.values), comm=comm)
+    close(total, 2 * (4 - 2 * np.cos(np.pi / 5) - 2 * np.cos(2 * np.pi / 5)), 1e-8)
 
 
 def line(comm, n=24, ends=2.0, dtype=float):
@@ -136,19 +166,16 @@ def line(comm, n=24, ends=2.0, dtype=float):
 
 
 def test_ends_of_the_spectrum(comm):
-    """The largest values, all values of a small matrix, float32, and a singular matrix."""
+    """The largest values, all values of a small matrix in float32, and a singular matrix."""
     n, steps = 24, np.arange(1, 25)
     expected = 2 - 2 * np.cos(steps * np.pi / (n + 1))
     A = line(comm)
     solution = eigh(A, k=3, which="largest")
     close(solution.value.values, expected[-3:], 1e-12)
     close(solution.stats["next_value"], expected[-4], 1e-6)
-    single = eigh(line(comm, dtype="float32"), k=2, rtol=1e-3, max_steps=300)
-    assert single.value.vectors.dtype == "float32"
-    close(single.value.values, expected[:2].astype("float32"), 1e-4)
-    small = eigh(line(comm, 5), k=5)
-    close(small.value.values, 2 - 2 * np.cos(np.arange(1, 6) * np.pi / 6), 1e-12)
-    assert np.isinf(small.stats["next_value"])
+    small = eigh(line(comm, 5, dtype="float32"), k=5, rtol=1e-4)
+    assert small.value.vectors.dtype == "float32" and np.isinf(small.stats["next_value"])
+    close(small.value.values, 2 - 2 * np.cos(np.arange(1, 6) * np.pi / 6), 1e-5)
     # Constants are in the null space.
     free = eigh(line(comm, ends=1.0), k=3, shift=0.01)
     close(free.value.values, 2 - 2 * np.cos(np.arange(3) * np.pi / n), 1e-12)
@@ -182,8 +209,6 @@ def _boundary(grid, A):
 def test_errors(comm):
     A = line(comm, 12)
     n = A.pattern.n_local
-    other = line(comm, 12)
-    skew = other.scale_rows(jnp.arange(1.0, n + 1) + comm.rank)
     for error, match, arguments, options in (
         (ValueError, "at most the number of rows, 12, got k=13. Ask for fewer", (A, None, 13), {}),
         (ValueError, "k must be at least 1", (A, None, 0), {}),
@@ -196,23 +221,41 @@ def test_errors(comm):
         (ValueError, "shift must be finite", (A,), {"shift": np.nan}),
         (TypeError, "the preconditioner must be BoomerAMG", (A,), {"preconditioner": "ilu"}),
         (ValueError, "^eigh: BoxMG cannot take this", (A,), {"preconditioner": BoxMG()}),
-        (jax.errors.JaxRuntimeError, "A must be symmetric", (skew,), {}),
-        (jax.errors.JaxRuntimeError, "B must be symmetric", (A, skew), {}),
-        (jax.errors.JaxRuntimeError, "B must be positive definite, got a diag", (A, -other), {}),
-        (jax.errors.JaxRuntimeError, "A holds NaN", (A * np.nan,), {}),
-        (jax.errors.JaxRuntimeError, "expected 2 eigenpairs, got 0 after 1 steps", (A, None, 2),
-         {"max_steps": 1, "rtol": 1e-12}),
-    ):  # fmt: skip
+    ):
         with pytest.raises(error, match=match):
-            eigh(*arguments, **{"preconditioner": Jacobi(), **options})
+            eigh(*arguments, **options)
     if comm.size > 1:
         shifted = Pattern.from_coo([], [], n + (comm.rank == 0) - (comm.rank == 1), comm)
         with pytest.raises(ValueError, match="the same stripes of rows, got"):
             eigh(A, Matrix(shifted, jnp.zeros(0)))
-    early = eigh(A, k=2, preconditioner=None, max_steps=1, throw=False)
-    assert early.result == Result.MAX_STEPS_REACHED and bool(jnp.isfinite(early.value.values).all())
-    wrong = eigh(skew, k=2, preconditioner=None, throw=False)
-    assert wrong.result == Result.NOT_SYMMETRIC and bool(jnp.isnan(wrong.value.vectors).all())
+
+
+def test_failures_at_run_time(comm):
+    """One program with other values: each failure is an error on all ranks, or a result."""
+    A = line(comm, 12)
+    M = Matrix(A.pattern, jnp.where(A.values > 0, 4.0, 1.0))
+    skew = A.scale_rows(jnp.arange(1.0, A.pattern.n_local + 1) + comm.rank)
+
+    @jax.jit
+    def solution(a, b):
+        pair = Matrix(A.pattern, a), Matrix(A.pattern, b)
+        return eigh(*pair, k=2, preconditioner=None, max_steps=1, throw=False)
+
+    def failing(matrix, mass):
+        return eigh(matrix, mass, k=2, preconditioner=None, max_steps=1)
+
+    for match, result, matrix, mass in (
+        ("A must be symmetric", Result.NOT_SYMMETRIC, skew, M),
+        ("A holds NaN", Result.NOT_FINITE, A * np.nan, M),
+        ("B must be symmetric", Result.NOT_SYMMETRIC, A, skew),
+        ("B must be positive definite, got a diagonal", Result.NOT_POSITIVE_DEFINITE, A, -M),
+        ("expected 2 eigenpairs, got 0 after 1 steps", Result.MAX_STEPS_REACHED, A, M),
+    ):
+        with pytest.raises(jax.errors.JaxRuntimeError, match=match):
+            failing(matrix, mass)
+        got = solution(matrix.values, mass.values)
+        assert got.result == result
+        assert bool(jnp.isfinite(got.value.vectors).all()) == (result == Result.MAX_STEPS_REACHED)
 
 
 @pytest.mark.full("test_values_vectors_and_derivatives compares with dense derivatives")

@@ -193,7 +193,8 @@ def eigh(
         pattern=pattern, rtol=float(rtol), shift=shift, site=call_site(),
     )  # fmt: skip
     values, x = still + moved, frame + turned
-    result, steps, follower = info[0].astype("int32"), info[1].astype("int32"), sign * info[2]
+    result, steps = info[0].astype("int32") % OF_PRECONDITIONER, info[1].astype("int32")
+    follower = sign * info[2]
     relative = info[3:]
     if sign < 0:
         values, x, relative = -values[::-1], x[::-1], relative[::-1]
@@ -347,7 +348,7 @@ def _raise_faults(info: jax.Array, k: int, rtol: float, max_steps: int, comm: An
     )
 
 
-_OF_B = 50  # added to the `Result` of a check of B
+_OF_B = 200  # added to the `Result` of a check of B
 
 
 # ---- the pairs: (A values, B values, values for the preconditioner, carrier) -> Λ (k, k), X
