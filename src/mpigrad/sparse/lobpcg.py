@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from mpigrad.communicator import Communicator
 from mpigrad.extend import noise
@@ -163,6 +164,7 @@ class Iterate(NamedTuple):
     p: jax.Array  # (m, n), B-orthonormal and B-orthogonal to x, or zero
     ap: jax.Array
     bp: jax.Array | None
+    gram: jax.Array  # (2, 2 m, 2 m), the inner products of X and P with A and B
     values: jax.Array  # (m,)
     relative: jax.Array  # (m,), |A x - λ B x| / ((|λ| + |shift|) |B x|)
     steps: jax.Array
@@ -192,6 +194,8 @@ def lobpcg(
     loose = jnp.where(jnp.arange(m) == k, max(problem.rtol, problem.rtol**0.5), jnp.inf)
     goal = jnp.where(wanted, problem.rtol, loose).astype(dtype)
 
+    is_new = (jnp.arange(3 * m) >= m) & (jnp.arange(3 * m) < 2 * m)
+
     def residuals(i: Iterate) -> jax.Array:
         return i.ax - i.values[:, None] * _or(i.bx, i.x)
 
@@ -205,38 +209,30 @@ def lobpcg(
         return i._replace(relative=relative, result=result.astype("int32"))
 
     def combined(i: Iterate, w: jax.Array, aw: jax.Array, bw: jax.Array | None) -> Iterate:
-        """Return the smallest pairs in the span of X, W and P."""
+        """Return the smallest pairs in the span of X, W and P, or of W alone in a check."""
         s = jnp.concatenate([i.x, w, i.p])
         a = jnp.concatenate([i.ax, aw, i.ap])
-        b = s if bw is None else jnp.concatenate([i.bx, bw, i.bp])
-        gram = problem.sums(jnp.stack([inner_products(s, a), inner_products(s, b)]))
-        values, c, definite = _smallest(*gram, m, comm=problem.comm)
+        b = s if bw is None else jnp.concatenate([i.bx, _or(bw, w), i.bp])
+        products = [inner_products(s, aw), inner_products(s, _or(bw, w))]
+        cross = problem.sums(jnp.stack(products))
+        # Without their part of the Gram matrices, X and P are left out.
+        kept = jnp.where(i.check, 0, i.gram)
+        gram = _bordered(kept, jnp.where(i.check & ~is_new[:, None], 0, cross))
+        values, c, definite = _smallest(gram, m, i.check, problem.comm)
         (x, p), (ax, ap) = (jnp.split(c @ v, 2) for v in (s, a))
         bx, bp = (None, None) if bw is None else jnp.split(c @ b, 2)
         result = jnp.where(
             definite | (i.result != RUNNING), i.result, Result.NOT_POSITIVE_DEFINITE
         ).astype("int32")
-        return Iterate(
-            x, ax, bx, p, ap, bp, values, i.relative, i.steps, i.rounds, i.check, result
-        )  # fmt: skip
+        return i._replace(
+            x=x, ax=ax, bx=bx, p=p, ap=ap, bp=bp, gram=c @ gram @ c.T, values=values, result=result
+        )
 
     def step(i: Iterate) -> Iterate:
         open_ = (i.relative > 0.8 * problem.rtol) & ~i.check
         w, fault = problem.precondition(jnp.where(open_[:, None], residuals(i), 0))
-        for u, bu in ((i.x, i.bx), (i.p, i.bp)):
-            w = w - problem.sums(inner_products(w, _or(bu, u))) @ u
         w = jnp.where(i.check, i.x, w)
-        aw, bw = problem.product(w), None if problem.mass is None else problem.mass(w)
-        i = i._replace(
-            ax=jnp.where(i.check, aw, i.ax),
-            bx=None if bw is None else jnp.where(i.check, bw, i.bx),
-        )
-        # Only X is left, so that its residuals are computed from its products.
-        w, aw, bw, p, ap, bp = (
-            None if v is None else jnp.where(i.check, 0, v)
-            for v in (w, aw, bw, i.p, i.ap, i.bp)
-        )  # fmt: skip
-        i = measured(combined(i._replace(p=p, ap=ap, bp=bp), w, aw, bw))
+        i = measured(combined(i, w, problem.product(w), problem.mass and problem.mass(w)))
         steps = i.steps + ~i.check
         end = jnp.where(i.rounds >= _ROUNDS, Result.INACCURATE, RUNNING)
         end = jnp.where(steps >= max_steps, Result.MAX_STEPS_REACHED, end)
@@ -255,7 +251,8 @@ def lobpcg(
     none = jnp.zeros(m, dtype)
     massed = None if problem.mass is None else zeros
     first = Iterate(
-        start, zeros, massed, zeros, zeros, massed, none, none, count, count, count == 0, state
+        start, zeros, massed, zeros, zeros, massed, jnp.zeros((2, 2 * m, 2 * m), dtype), none, none,
+        count, count, count == 0, state,
     )  # fmt: skip
     end = jax.lax.while_loop(lambda i: i.result == RUNNING, step, first)
     # The sign is that of the product with a fixed vector: the same on any number of ranks.
@@ -280,14 +277,24 @@ def _whitening(gram: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
     return scale[:, None] * directions * factor, present, definite
 
 
+def _bordered(gram: jax.Array, cross: jax.Array) -> jax.Array:
+    """Return the inner products of [X, W, P] from those of [X, P], and those with W."""
+    m = cross.shape[-1]
+    old, new = np.r_[:m, 2 * m : 3 * m], np.arange(m, 2 * m)
+    whole = jnp.zeros((2, 3 * m, 3 * m), cross.dtype)
+    whole = whole.at[:, old[:, None], old].set(gram)
+    whole = whole.at[:, new].set(jnp.swapaxes(cross, 1, 2)).at[:, :, new].set(cross)
+    return (whole + jnp.swapaxes(whole, 1, 2)) / 2
+
+
 def _smallest(
-    a: jax.Array, b: jax.Array, m: int, comm: Communicator
+    gram: jax.Array, m: int, check: jax.Array, comm: Communicator
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Return the m smallest values of the Gram matrices, and the rows that combine X and P.
 
     Computed on rank 0: another processor's library could turn vectors of equal values.
     """
-    a, b = (a + a.T) / 2, (b + b.T) / 2
+    a, b = gram
     basis, present, definite = _whitening(b)
     inside = basis.T @ a @ basis
     beyond = 1 + 2 * jnp.max(jnp.sum(jnp.abs(inside), axis=1))
@@ -296,9 +303,11 @@ def _smallest(
     turn = turn[:, :m]
     x = basis @ turn
     # The directions of the step: the part of the new X that is not in the old one.
-    p = basis.T @ (b @ x.at[:m].set(0))
+    p = jnp.where(check, 0, basis.T @ (b @ x.at[:m].set(0)))
     for _ in range(2):
+        before = jnp.sum(p * p, axis=0)
         p = p - turn @ (turn.T @ p)
+        p = jnp.where(jnp.sum(p * p, axis=0) > jnp.finfo(p.dtype).eps * before, p, 0)
         p = p @ _whitening(p.T @ p)[0]
     rows = jnp.concatenate([x, basis @ p], axis=1).T
     packed = jnp.concatenate([values[:m], rows.ravel(), definite[None].astype(values.dtype)])
