@@ -64,9 +64,9 @@ def test_values_vectors_and_derivatives(comm):
     (value, gradient), (slope, hessian) = mg.jit(derivatives(mg, pairs, S, M))(
         *parts, operands[0].part
     )
-    (Value, Gradient), (Slope, Hessian) = jax.jit(
-        derivatives(jax, dense_pairs, whole, 4 * whole)
-    )(*wholes, wholes[0])
+    (Value, Gradient), (Slope, Hessian) = jax.jit(derivatives(jax, dense_pairs, whole, 4 * whole))(
+        *wholes, wholes[0]
+    )
     close((value, slope), (Value, Slope), 1e-8)
     mine = operands[0].mine
     close((gradient, hessian), jax.tree.map(lambda x: x[mine], (Gradient, Hessian)), 1e-7)
@@ -75,7 +75,7 @@ def test_values_vectors_and_derivatives(comm):
 @pytest.mark.long("second derivatives; test_derivatives_that_do_not_exist has first ones")
 def test_equal_values(comm):
     """The trace and the projector of a double value: the gradient, and a second derivative."""
-    grid, A = squares(comm)
+    _, A = squares(comm)
     n, k = A.shape[0], 3
     mine = slice(A.pattern.offset, A.pattern.offset + A.pattern.n_local)
     whole = np.concatenate(comm.mpi.allgather(A.local_scipy().toarray()))
@@ -84,7 +84,9 @@ def test_equal_values(comm):
     point = 0 * point
 
     def loss(p):
-        values, vectors = eigh(scaled(A, jnp.exp(p)), k=k, preconditioner=Jacobi(), rtol=1e-12).value
+        values, vectors = eigh(
+            scaled(A, jnp.exp(p)), k=k, preconditioner=Jacobi(), rtol=1e-12
+        ).value
         uw = mg.allreduce(jnp.stack([jnp.asarray(v[mine]) for v in (u, w)]) @ vectors, comm=comm)
         return values[0] + jnp.sum(values[1:]) ** 2 + jnp.sum(uw[0, 1:] * uw[1, 1:])
 
@@ -265,7 +267,9 @@ def test_dot_and_taylor(comm):
     mg.dot_test(pairs, A.values, comm=comm, rtol=1e-8)
 
     def loss(p):
-        values, vectors = eigh(scaled(A, jnp.exp(p)), k=3, preconditioner=Jacobi(), rtol=1e-12).value
+        values, vectors = eigh(
+            scaled(A, jnp.exp(p)), k=3, preconditioner=Jacobi(), rtol=1e-12
+        ).value
         return jnp.sum(values) / comm.size + jnp.sum(vectors[:, 1] ** 4)
 
     mg.taylor_test(loss, jnp.sin(jnp.arange(A.pattern.n_local)), comm=comm)

@@ -102,9 +102,7 @@ def multiply_rows(pattern: Pattern, values: jax.Array, rows: jax.Array) -> jax.A
     if not ghosts.neighbors:
         return jax.lax.map(lambda x: apply(pattern, values, x), rows)
     received = ghosts.local_and_ghost(rows.T)[rows.shape[1] :].T
-    return jax.lax.map(
-        lambda pair: apply(pattern, values, jnp.concatenate(pair)), (rows, received)
-    )
+    return jax.lax.map(lambda pair: apply(pattern, values, jnp.concatenate(pair)), (rows, received))
 
 
 def one_step(method: Preconditioner) -> PCG:
@@ -212,7 +210,7 @@ def lobpcg(
         """Return the smallest pairs in the span of X, W and P, or of W alone in a check."""
         s = jnp.concatenate([i.x, w, i.p])
         a = jnp.concatenate([i.ax, aw, i.ap])
-        b = s if bw is None else jnp.concatenate([i.bx, _or(bw, w), i.bp])
+        b = s if bw is None else jnp.concatenate([_or(i.bx, w), bw, _or(i.bp, w)])
         products = [inner_products(s, aw), inner_products(s, _or(bw, w))]
         cross = problem.sums(jnp.stack(products))
         # Without their part of the Gram matrices, X and P are left out.
@@ -258,7 +256,7 @@ def lobpcg(
     # The sign is that of the product with a fixed vector: the same on any number of ranks.
     side = problem.sums(_or(end.bx, end.x) @ start[0])
     sign = jnp.where(side < 0, -1, 1).astype(dtype)[:, None]
-    return end._replace(x=sign * end.x, bx=sign * _or(end.bx, end.x))
+    return end._replace(x=sign * end.x, bx=None if end.bx is None else sign * end.bx)
 
 
 def _or(massed: jax.Array | None, rows: jax.Array) -> jax.Array:
@@ -334,7 +332,12 @@ class _Descent(NamedTuple):
 
 
 def solve_on_complement(
-    problem: Eigenproblem, x: jax.Array, bx: jax.Array, values: jax.Array, rhs: jax.Array, steps: int
+    problem: Eigenproblem,
+    x: jax.Array,
+    bx: jax.Array,
+    values: jax.Array,
+    rhs: jax.Array,
+    steps: int,
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
     """Solve (A - λ_i B) y_i = r_i for all i at once, with y B-orthogonal to all x (collective).
 
@@ -406,8 +409,8 @@ def solve_on_complement(
 
     zeros, none, count = jnp.zeros_like(rhs), jnp.zeros_like(squares), jnp.zeros((), "int32")
     begin = _Descent(
-        *[zeros] * 4, none, none, none, jnp.zeros((), rhs.dtype), count, count, count == 0,
-        jnp.full((), RUNNING, "int32"),
+        zeros, zeros, zeros, zeros, none, none, none, jnp.zeros((), rhs.dtype), count, count,
+        count == 0, jnp.full((), RUNNING, "int32"),
     )  # fmt: skip
     end = jax.lax.while_loop(lambda i: i.state == RUNNING, step, begin)
     relative = jnp.sqrt(end.rr / jnp.where(squares > 0, squares, 1))
