@@ -118,8 +118,8 @@ def _run_bordered(
 
 
 _CUT = (
-    "the k={}-th eigenvalue and the next one are equal within the tolerance, so that the function "
-    "of this group of values or vectors has no derivative. Take k larger or smaller, so that the "
+    "eigenvalue k={} and the next one are equal within the tolerance, so that the function of this "
+    "group of values or vectors has no derivative. Take k larger or smaller, so that the "
     "group is complete or left out."
 )
 

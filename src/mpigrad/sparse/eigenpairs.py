@@ -203,7 +203,7 @@ def _check(
         if not isinstance(matrix, Matrix) and (name == "A" or matrix is not None):
             raise TypeError(
                 f"eigh: {name} must be a mpigrad.sparse.Matrix, got {type(matrix).__name__}. Make "
-                "a matrix with Matrix(pattern, values)."
+                "a matrix with Matrix(pattern, values), and give the number of pairs as k=."
             )
         if matrix is None:
             continue

@@ -216,29 +216,31 @@ def lobpcg(
         # Without their part of the Gram matrices, X and P are left out.
         kept = jnp.where(i.check, 0, i.gram)
         gram = _bordered(kept, jnp.where(i.check & ~is_new[:, None], 0, cross))
-        values, c, definite = _smallest(gram, m, i.check, problem.comm)
+        values, c, definite, consistent = _smallest(gram, m, i.check, problem.comm)
         (x, p), (ax, ap) = (jnp.split(c @ v, 2) for v in (s, a))
         bx, bp = (None, None) if bw is None else jnp.split(c @ b, 2)
         result = jnp.where(
             definite | (i.result != RUNNING), i.result, Result.NOT_POSITIVE_DEFINITE
         ).astype("int32")
         return i._replace(
-            x=x, ax=ax, bx=bx, p=p, ap=ap, bp=bp, gram=c @ gram @ c.T, values=values, result=result
-        )
+            x=x, ax=ax, bx=bx, p=p, ap=ap, bp=bp, gram=c @ gram @ c.T, values=values, result=result,
+            check=i.check | ~consistent,
+        )  # fmt: skip
 
     def step(i: Iterate) -> Iterate:
         open_ = (i.relative > 0.8 * problem.rtol) & ~i.check
         w, fault = problem.precondition(jnp.where(open_[:, None], residuals(i), 0))
         w = jnp.where(i.check, i.x, w)
+        was = i.check
         i = measured(combined(i, w, problem.product(w), problem.mass and problem.mass(w)))
-        steps = i.steps + ~i.check
+        steps = i.steps + ~was
         end = jnp.where(i.rounds >= _ROUNDS, Result.INACCURATE, RUNNING)
         end = jnp.where(steps >= max_steps, Result.MAX_STEPS_REACHED, end)
         end = jnp.where(has_converged(i, 1.0) & (i.rounds > 0), Result.SUCCESSFUL, end)
-        end = jnp.where(i.check & (i.result == RUNNING), end, i.result)
+        end = jnp.where(was & (i.result == RUNNING), end, i.result)
         end = jnp.where(fault > 0, fault + OF_PRECONDITIONER, end).astype("int32")
-        check = ~i.check & (has_converged(i, 0.9) | (steps >= max_steps))
-        return i._replace(steps=steps, rounds=i.rounds + i.check, check=check, result=end)
+        check = ~was & (i.check | has_converged(i, 0.9) | (steps >= max_steps))
+        return i._replace(steps=steps, rounds=i.rounds + was, check=check, result=end)
 
     def has_converged(i: Iterate, part: float) -> jax.Array:
         return jnp.all(i.relative <= part * goal)
@@ -270,9 +272,8 @@ def _whitening(gram: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
     scale = jnp.where(square > 0, 1 / jnp.sqrt(jnp.where(square > 0, square, 1)), 0)
     sizes, directions = jnp.linalg.eigh(scale[:, None] * gram * scale)
     present = sizes > jnp.sqrt(eps)
-    definite = (jnp.min(square) >= 0) & (jnp.min(sizes) > -jnp.sqrt(eps))
     factor = jnp.where(present, 1 / jnp.sqrt(jnp.where(present, sizes, 1)), 0)
-    return scale[:, None] * directions * factor, present, definite
+    return scale[:, None] * directions * factor, present, jnp.min(sizes) > -jnp.sqrt(eps)
 
 
 def _bordered(gram: jax.Array, cross: jax.Array) -> jax.Array:
@@ -287,13 +288,19 @@ def _bordered(gram: jax.Array, cross: jax.Array) -> jax.Array:
 
 def _smallest(
     gram: jax.Array, m: int, check: jax.Array, comm: Communicator
-) -> tuple[jax.Array, jax.Array, jax.Array]:
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
     """Return the m smallest values of the Gram matrices, and the rows that combine X and P.
 
-    Computed on rank 0: another processor's library could turn vectors of equal values.
+    The last results say if xᵀ B x >= 0 for all vectors, and if the matrix of B agrees with that.
+    If not, rounding errors have added up, and the old X is returned, to be checked. Computed on
+    rank 0: another processor's library could turn vectors of equal values.
     """
     a, b = gram
-    basis, present, definite = _whitening(b)
+    basis, present, consistent = _whitening(b)
+    definite = jnp.min(jnp.diagonal(b)) >= 0
+    # Exact inner products of X alone show negative values of B in its span, too.
+    definite &= consistent | ~check
+    consistent |= check
     inside = basis.T @ a @ basis
     beyond = 1 + 2 * jnp.max(jnp.sum(jnp.abs(inside), axis=1))
     inside = inside + jnp.diag(jnp.where(present, 0, beyond))
@@ -308,9 +315,12 @@ def _smallest(
         p = jnp.where(jnp.sum(p * p, axis=0) > jnp.finfo(p.dtype).eps * before, p, 0)
         p = p @ _whitening(p.T @ p)[0]
     rows = jnp.concatenate([x, basis @ p], axis=1).T
-    packed = jnp.concatenate([values[:m], rows.ravel(), definite[None].astype(values.dtype)])
-    packed = bcast(packed, comm=comm)
-    return packed[:m], packed[m:-1].reshape(rows.shape), packed[-1] > 0
+    old = jnp.diag(jnp.arange(3 * m) < m).astype(rows.dtype)[: 2 * m]
+    rows = jnp.where(consistent, rows, old)
+    values = jnp.where(consistent, values[:m], jnp.diagonal(a)[:m])
+    flags = jnp.stack([definite, consistent]).astype(values.dtype)
+    packed = bcast(jnp.concatenate([values, rows.ravel(), flags]), comm=comm)
+    return packed[:m], packed[m:-2].reshape(rows.shape), packed[-2] > 0, packed[-1] > 0
 
 
 # ---- solves on the complement of the vectors ----
