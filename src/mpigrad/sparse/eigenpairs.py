@@ -327,10 +327,18 @@ def _raise_faults(
         comm=comm,
     )
     require(
+        result != Result.STAGNATED,
+        f"{head}rounding errors allow no smaller residual: the largest relative one is {{}} after "
+        f"{{}} steps, above rtol={rtol:.3g}. Take a larger rtol, or float64 arrays. If A is "
+        "singular, give shift=.",
+        worst,
+        steps,
+        comm=comm,
+    )
+    require(
         result == Result.SUCCESSFUL,
         f"{head}expected {k} eigenpairs, got {{}} after {{}} steps: the largest relative residual "
-        f"is {{}}, {tight}, or take a better preconditioner. If A is singular, give shift=. In "
-        "float32 take rtol=1e-4.",
+        f"is {{}}, {tight}, or take a better preconditioner. If A is singular, give shift=.",
         jnp.sum(info[3:] <= rtol),
         steps,
         worst,
@@ -343,6 +351,14 @@ _OF_B = 200  # added to the `Result` of a check of B
 
 # ---- the pairs: (A values, B values, values for the preconditioner, carrier) -> Λ (k, k), X
 # (k, n_local), B X, info (3 + k): result, steps, next value, relative residuals ----
+
+
+_APPROXIMATE = (
+    Result.SUCCESSFUL,
+    Result.MAX_STEPS_REACHED,
+    Result.STAGNATED,
+    Result.INACCURATE,
+)
 
 
 def _shapes(a: Any, *_: Any, k: int, pattern: Pattern, **__: Any) -> list[Any]:
@@ -363,7 +379,7 @@ def _run(a: Any, b: Any, shifted: Any, _: Any, **params: Any) -> list[Any]:
         massed = end.x if end.bx is None else end.bx
         follower = end.values[k] if m > k else jnp.full((), jnp.inf, a.dtype)
         usable = jnp.zeros((), bool)
-        for result in (Result.SUCCESSFUL, Result.MAX_STEPS_REACHED, Result.INACCURATE):
+        for result in _APPROXIMATE:
             usable |= end.result == result
         values, x, bx = (jnp.where(usable, v, jnp.nan) for v in (end.values, end.x, massed))
         numbers = jnp.stack([end.result.astype(a.dtype), end.steps.astype(a.dtype), follower])

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from mpigrad.communicator import Communicator
-from mpigrad.extend import noise
+from mpigrad.extend import mark_common_branch, noise
 from mpigrad.operations import allreduce, bcast
 from mpigrad.solution import Result
 from mpigrad.sparse.matrix.matrix import Matrix, apply
@@ -42,6 +42,7 @@ __all__ = [
 BACKENDS: dict[str, Any] = {"jax": jax_backend, "hypre": hypre, "boxmg": boxmg}
 _SEED = 2654435761  # of the first vectors
 OF_PRECONDITIONER = 100  # added to the `Result` of a preconditioner
+_REFRESH = 8  # steps after which inner products are not updated, but computed
 _ROUNDS = 4  # of restarts from residuals that are computed, not updated
 
 Rows = Callable[[jax.Array], jax.Array]
@@ -165,6 +166,8 @@ class Iterate(NamedTuple):
     gram: jax.Array  # (2, 2 m, 2 m), the inner products of X and P with A and B
     values: jax.Array  # (m,)
     relative: jax.Array  # (m,), |A x - λ B x| / ((|λ| + |shift|) |B x|)
+    rounded: jax.Array  # (m,), True if A x - λ B x is as small as rounding allows
+    size: jax.Array  # about |A|
     steps: jax.Array
     rounds: jax.Array  # the number of checks
     check: jax.Array  # True if the next products are those of X, to compute its residuals again
@@ -192,19 +195,30 @@ def lobpcg(
     loose = jnp.where(jnp.arange(m) == k, max(problem.rtol, problem.rtol**0.5), jnp.inf)
     goal = jnp.where(wanted, problem.rtol, loose).astype(dtype)
 
+    old = np.r_[:m, 2 * m : 3 * m]  # X and P among X, W and P
     is_new = (jnp.arange(3 * m) >= m) & (jnp.arange(3 * m) < 2 * m)
 
     def residuals(i: Iterate) -> jax.Array:
         return i.ax - i.values[:, None] * _or(i.bx, i.x)
 
-    def measured(i: Iterate) -> Iterate:
-        rr, bb = problem.sums(jnp.stack([_squares(residuals(i)), _squares(_or(i.bx, i.x))]))
+    def measured(i: Iterate, w: jax.Array, aw: jax.Array) -> Iterate:
+        vectors = [residuals(i), _or(i.bx, i.x), w, aw, *([] if i.bx is None else [i.x])]
+        squares = problem.sums(jnp.stack([_squares(v) for v in vectors]))
+        rr, bb, ww, aa, xx = (*squares, squares[1])[:5]
         tiny = jnp.finfo(dtype).tiny
-        size = (jnp.abs(i.values) + abs(problem.shift)) * jnp.sqrt(bb)
-        relative = jnp.sqrt(rr) / jnp.maximum(size, tiny)
+        scale = (jnp.abs(i.values) + abs(problem.shift)) * jnp.sqrt(bb)
+        relative = jnp.sqrt(rr) / jnp.maximum(scale, tiny)
+        size = jnp.max(jnp.sqrt(aa / jnp.where(ww > 0, ww, jnp.inf)), initial=i.size)
+        rounded = jnp.sqrt(rr) <= 4 * jnp.finfo(dtype).eps * size * jnp.sqrt(xx)
         finite = jnp.isfinite(rr[:k]).all()
         result = jnp.where(finite | (i.result != RUNNING), i.result, Result.BREAKDOWN)
-        return i._replace(relative=relative, result=result.astype("int32"))
+        return i._replace(
+            relative=relative, rounded=rounded, size=size, result=result.astype("int32")
+        )
+
+    def exact(s: jax.Array, a: jax.Array, b: jax.Array) -> jax.Array:
+        gram = problem.sums(jnp.stack([inner_products(s, a), inner_products(s, b)]))
+        return gram[:, old[:, None], old]
 
     def combined(i: Iterate, w: jax.Array, aw: jax.Array, bw: jax.Array | None) -> Iterate:
         """Return the smallest pairs in the span of X, W and P, or of W alone in a check."""
@@ -214,7 +228,10 @@ def lobpcg(
         products = [inner_products(s, aw), inner_products(s, _or(bw, w))]
         cross = problem.sums(jnp.stack(products))
         # Without their part of the Gram matrices, X and P are left out.
-        kept = jnp.where(i.check, 0, i.gram)
+        kept = jax.lax.cond(
+            i.steps % _REFRESH == 0, mark_common_branch(lambda: exact(s, a, b)), lambda: i.gram
+        )
+        kept = jnp.where(i.check, 0, kept)
         gram = _bordered(kept, jnp.where(i.check & ~is_new[:, None], 0, cross))
         values, c, definite, consistent = _smallest(gram, m, i.check, problem.comm)
         (x, p), (ax, ap) = (jnp.split(c @ v, 2) for v in (s, a))
@@ -228,22 +245,25 @@ def lobpcg(
         )  # fmt: skip
 
     def step(i: Iterate) -> Iterate:
-        open_ = (i.relative > 0.8 * problem.rtol) & ~i.check
+        open_ = (i.relative > 0.8 * problem.rtol) & ~i.rounded & ~i.check
         w, fault = problem.precondition(jnp.where(open_[:, None], residuals(i), 0))
         w = jnp.where(i.check, i.x, w)
         was = i.check
-        i = measured(combined(i, w, problem.product(w), problem.mass and problem.mass(w)))
+        aw = problem.product(w)
+        i = measured(combined(i, w, aw, problem.mass and problem.mass(w)), w, aw)
         steps = i.steps + ~was
+        ended = jnp.all((i.relative <= 0.9 * goal) | i.rounded)
         end = jnp.where(i.rounds >= _ROUNDS, Result.INACCURATE, RUNNING)
         end = jnp.where(steps >= max_steps, Result.MAX_STEPS_REACHED, end)
-        end = jnp.where(has_converged(i, 1.0) & (i.rounds > 0), Result.SUCCESSFUL, end)
+        end = jnp.where(ended & (i.rounds > 0), Result.STAGNATED, end)
+        end = jnp.where(has_converged(i) & (i.rounds > 0), Result.SUCCESSFUL, end)
         end = jnp.where(was & (i.result == RUNNING), end, i.result)
         end = jnp.where(fault > 0, fault + OF_PRECONDITIONER, end).astype("int32")
-        check = ~was & (i.check | has_converged(i, 0.9) | (steps >= max_steps))
+        check = ~was & (i.check | ended | (steps >= max_steps))
         return i._replace(steps=steps, rounds=i.rounds + was, check=check, result=end)
 
-    def has_converged(i: Iterate, part: float) -> jax.Array:
-        return jnp.all(i.relative <= part * goal)
+    def has_converged(i: Iterate) -> jax.Array:
+        return jnp.all((i.relative <= goal) | (i.rounded & ~wanted))
 
     zeros, count = jnp.zeros((m, problem.n), dtype), jnp.zeros((), "int32")
     # Entry (i, j) depends on the global row i alone: the same vectors on any number of ranks.
@@ -252,7 +272,7 @@ def lobpcg(
     massed = None if problem.mass is None else zeros
     first = Iterate(
         start, zeros, massed, zeros, zeros, massed, jnp.zeros((2, 2 * m, 2 * m), dtype), none, none,
-        count, count, count == 0, state,
+        none > 0, none[0], count, count, count == 0, state,
     )  # fmt: skip
     end = jax.lax.while_loop(lambda i: i.result == RUNNING, step, first)
     # The sign is that of the product with a fixed vector: the same on any number of ranks.
