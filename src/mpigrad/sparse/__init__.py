@@ -1,6 +1,7 @@
 """Distributed sparse matrices and solves, differentiable in values and right-hand sides."""
 
 from mpigrad.solution import Result, Solution
+from mpigrad.sparse.eigenpairs import Eigenpairs, eigh
 from mpigrad.sparse.matrix.assembly import Selection, Stencil
 from mpigrad.sparse.matrix.blocks import Blocks
 from mpigrad.sparse.matrix.ghost_exchange import GhostExchange
@@ -46,6 +47,7 @@ __all__ = [
     "Blocks",
     "BoomerAMG",
     "BoxMG",
+    "Eigenpairs",
     "GhostExchange",
     "Guesses",
     "Jacobi",
@@ -64,6 +66,7 @@ __all__ = [
     "Solution",
     "Stencil",
     "default_solver",
+    "eigh",
     "find_pattern",
     "hypre_available",
     "hypre_version",

@@ -19,6 +19,7 @@ from mpigrad.sparse import (
     BoomerAMG,
     Jacobi,
     Matrix,
+    Pattern,
     PETSc,
     Result,
     hypre_available,
@@ -129,6 +130,31 @@ def test_derivatives_are_those_of_the_dense_solve(comm, name):
         close(v, V, 1e-8)
 
 
+def test_null_space_of_one_field(comm):
+    """A pressure that is known but for a constant: rows of C with the sum zero, and C @ Cᵀ."""
+    if why_no_petsc():
+        solvers = (SOLVERS["MINRES"],)
+    else:
+        schur = (
+            "-pc_type fieldsplit -pc_fieldsplit_type schur -pc_fieldsplit_schur_precondition selfp"
+        )
+        inner = "-fieldsplit_0_pc_type bjacobi -fieldsplit_1_pc_type bjacobi"
+        solvers = (SOLVERS["MINRES"], PETSc(f"-ksp_type fgmres {schur} {inner}", rtol=1e-12))
+    n = stripes(9, comm.size)[comm.rank]
+    first = comm.mpi.scan(n) - n
+    i = first + np.arange(n)
+    A = Matrix(Pattern.from_coo(i, i, n, comm), jnp.asarray(2.0 + i % 3))
+    ring = Pattern.from_coo(np.repeat(i, 2), np.stack([i, (i + 1) % 9], 1).ravel(), n, comm)
+    C = Matrix(ring, jnp.tile(jnp.array([-1.0, 1.0]), n)).T  # columns add up to zero
+    K = Blocks([[A, C.T], [C, None]], schur=C @ C.T.scale_rows(1 / A.diagonal()))
+    b = jnp.asarray(np.cos(i)), jnp.zeros(n)
+    for solver in solvers:
+        u, p = solve(K, b, solver, nullspace=(jnp.zeros(n), jnp.ones(n))).value
+        assert abs(mg.allreduce(jnp.sum(p))) < 1e-9
+        for left, right in zip(K @ (u, p), b, strict=True):
+            close(left, right, 1e-9)
+
+
 def test_minres(comm):
     """Indefinite matrices, and preconditioners that are not definite."""
     system = grid_system(comm, (12, 11))
@@ -141,6 +167,11 @@ def test_minres(comm):
     assert solve(A, 0 * system.b, solver, throw=False).stats["num_steps"] == 0
     skew = Matrix(A.pattern, A.values * (1 + 0.1 * jnp.sin(jnp.arange(A.pattern.nnz))))
     assert solve(skew, system.b, solver, throw=False).result == Result.NOT_SYMMETRIC
+    ones = jnp.asarray(system.all_values - np.where(system.rows == system.columns, 0.3, 0))
+    singular = Matrix(A.pattern, ones[system.entries])  # b is not in its range
+    end = solve(singular, system.b, solver, throw=False)
+    assert end.result == Result.STAGNATED
+    assert end.stats["relative_residual"] < 1
     with pytest.raises(jax.errors.JaxRuntimeError, match="the preconditioner is not positive def"):
         solve(A, system.b, MINRES(preconditioner=Jacobi()))
     single = Matrix(A.pattern, A.values.astype("float32"))

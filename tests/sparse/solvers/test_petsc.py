@@ -92,6 +92,10 @@ def test_symmetric_and_singular(comm):
     skew = Matrix(A.pattern, A.values * (1 + 0.1 * jnp.sin(jnp.arange(A.pattern.nnz))))
     with pytest.raises(jax.errors.JaxRuntimeError, match="the matrix is not symmetric"):
         solve(skew, b, solver)
+    huge = skew.at_boundary(jnp.arange(len(b)) < 1, b)[0].scale_rows(
+        jnp.where(jnp.arange(len(b)) < 1, 1e20, 1.0)
+    )
+    assert solve(huge, b, solver, throw=False).result == Result.NOT_SYMMETRIC
 
 
 @needs_petsc
@@ -102,8 +106,9 @@ def test_faults_are_errors_on_all_ranks(comm):
         "-pc_tpye lu": "did not read -pc_tpye: .* Check the names",
         "-pc_type foo": "foo",
     }.items():
-        with pytest.raises(jax.errors.JaxRuntimeError, match=message):
-            solve(A, b, PETSc(options))
+        for _ in range(2):  # also when it is tried again
+            with pytest.raises(jax.errors.JaxRuntimeError, match=message):
+                solve(A, b, PETSc(options))
     few = PETSc("-ksp_type cg -pc_type none", max_steps=2)
     with pytest.raises(jax.errors.JaxRuntimeError, match=r"did not converge: .*max_steps=2"):
         solve(A, b, few)
@@ -111,7 +116,7 @@ def test_faults_are_errors_on_all_ranks(comm):
     for matrix, side in ((Matrix(A.pattern, A.values * jnp.nan), b), (A, b * jnp.nan)):
         assert solve(matrix, side, LU, throw=False).result == Result.NOT_FINITE
     zero = solve(Matrix(A.pattern, 0 * A.values), b, LU, throw=False)
-    with pytest.raises(jax.errors.JaxRuntimeError, match="PCSETUP_FAILED, FACTOR_NUMERIC_ZERO"):
+    with pytest.raises(jax.errors.JaxRuntimeError, match="PCSETUP_FAILED, FACTOR_"):
         solve(Matrix(A.pattern, 0 * A.values), b, LU)
     assert zero.result == Result.BREAKDOWN
     assert jnp.isnan(zero.value).all()

@@ -139,8 +139,24 @@ class Blocks:
             layout.pattern, jnp.concatenate([*(v.astype(dtype) for v in present), *zeros])
         )
 
+    def of_field(self, k: int, matrix: Matrix) -> Matrix:
+        """Return a matrix with a pattern of its own for field k, for solvers.
+
+        They keep one set-up for each pattern, and several fields may have the same one.
+        """
+        patterns = _layout(self.patterns).pattern.derived.setdefault("of fields", {})
+        key = (k, matrix.pattern)
+        if key not in patterns:
+            patterns[key] = matrix.pattern.with_own_solvers()
+        return Matrix(patterns[key], matrix.values)
+
     def joined(self, x: Sequence[Any]) -> jax.Array:
         """Return the fields of a vector one after the other, shape (sum of the local sizes,)."""
+        if not isinstance(x, tuple | list):
+            raise TypeError(
+                f"Blocks: expected a tuple of fields, got {type(x).__name__}. Give this rank's "
+                "part of each field."
+            )
         fields = [as_array(v) for v in x]
         shapes = tuple(v.shape for v in fields)
         if shapes != tuple((n,) for n in self.local_sizes):

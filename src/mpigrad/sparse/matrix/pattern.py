@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import weakref
 from collections.abc import Callable, Sequence
@@ -397,6 +398,12 @@ class Pattern:
                 f"which gave the pattern {self.nnz} entries. Give shape ({self.nnz},)."
             )
         return values
+
+    def with_own_solvers(self) -> Pattern:
+        """Return the same pattern for another matrix, whose solvers keep data of their own."""
+        twin = copy.copy(self)
+        twin.solver_systems, twin.derived = {}, {}
+        return twin
 
     @property
     def stencil_positions(self) -> np.ndarray:

@@ -108,11 +108,11 @@ class _OfBlocks(Preconditioner):
             if isinstance(inner, LSC):
                 made.append(_commutator(A, inner, solve))
             elif k == len(self.solvers) - 1 and A.schur is not None:
-                made.append(_inverse(inner, A.schur, solve))
+                made.append(_inverse(inner, A.of_field(k, A.schur), solve))
             else:
                 block = A.blocks[k][k]
                 assert block is not None
-                made.append(_inverse(inner, block, solve))
+                made.append(_inverse(inner, A.of_field(k, block), solve))
         return made
 
 
@@ -239,21 +239,14 @@ def solve_blocks(
             "solve: blocks have no default solver. Give MINRES(preconditioner=BlockDiagonal(...)), "
             "GMRES(preconditioner=BlockTriangular(...)) or PETSc(...)."
         )
+    flat = A.joined(b)
     fields = tuple(b)
-    flat = A.joined(fields)
     if solver.needs_matrix:
         if isinstance(x0, Guesses):
             raise TypeError(
                 f"solve: {type(solver).__name__} takes no Guesses with blocks. Give x0 as fields."
             )
-        space = nullspace
-        if space is not None:
-            given = space if isinstance(space, NullSpace) else NullSpace(space)
-            space = dataclasses.replace(
-                given,
-                vectors=_joined_vectors(A, given.vectors),
-                left=None if given.left is None else _joined_vectors(A, given.left),
-            )
+        space = nullspace and _mapped(nullspace, A.joined)
         first = None if x0 is None else A.joined(x0)
         end = solve(A.merged(), flat, solver, first, nullspace=space, throw=throw)
         return dataclasses.replace(end, value=A.split(end.value))
@@ -271,13 +264,17 @@ def solve_blocks(
         )
     comm = matrix.pattern.comm
     operator = Operator(lambda x: A.split(matrix @ A.joined(x)), inverse, comm)
-    return solve(operator, fields, solver, x0, nullspace=nullspace, throw=throw)
+    space = nullspace and _mapped(nullspace, lambda v: A.split(A.joined(v)))
+    return solve(operator, fields, solver, x0, nullspace=space, throw=throw)
 
 
-def _joined_vectors(A: Blocks, vectors: Any) -> Any:
-    """Return null vectors, which are tuples of fields, as vectors of the merged matrix."""
-    if isinstance(vectors, str):
-        return vectors
-    several = isinstance(vectors, list)
-    joined = [A.joined(v) for v in (vectors if several else [vectors])]
-    return joined if several else joined[0]
+def _mapped(space: Any, function: Callable[[Any], Any]) -> NullSpace:
+    """Return a null space, whose vectors are tuples of fields, with a function of each of them."""
+
+    def mapped(vectors: Any) -> Any:
+        if vectors is None or isinstance(vectors, str):
+            return vectors
+        return [function(v) for v in (vectors if isinstance(vectors, list) else [vectors])]
+
+    given = space if isinstance(space, NullSpace) else NullSpace(space)
+    return dataclasses.replace(given, vectors=mapped(given.vectors), left=mapped(given.left))

@@ -240,6 +240,7 @@ class _MINRESIterate(NamedTuple):
     gamma_before: jax.Array
     rotations: jax.Array  # cosine and sine, now and before
     eta: jax.Array  # what is left of |r| in the norm of M
+    length: jax.Array  # the largest row of the Lanczos matrix so far, about |M A|
     last: jax.Array  # |b - A x|^2 at the last check
     steps: jax.Array
     check: jax.Array  # True if the next product is A x, to restart from the true residual
@@ -280,8 +281,13 @@ def minres(s: LinearSystem) -> Outcome:
         w = (i.z - a3 * i.w_before - a2 * i.w) / pivot
         aw = (q - a3 * i.aw_before - a2 * i.aw) / pivot
         turned = jnp.stack([jnp.stack([a0, gamma]) / pivot, i.rotations[:, 0]], axis=1)
-        go = ~i.check & ~seems_done & (a1 > 0)
-        length = jnp.where(go, turned[0, 0] * i.eta, 0)
+        # |A r| is root times |r|: if it is small, b is not in the range of a singular A, and from
+        # here on x would grow along the null space.
+        root = jnp.sqrt(a0**2 + (c * gamma) ** 2)
+        size_of_a = jnp.maximum(i.length, jnp.sqrt(delta**2 + square))
+        least = root <= jnp.sqrt(eps) * size_of_a
+        go = ~i.check & ~seems_done & (a1 > 0) & ~least
+        along = jnp.where(go, turned[0, 0] * i.eta, 0)
 
         # An invariant subspace ends here, and so do recursions that a check interrupts.
         ends = gamma <= eps * jnp.abs(a1)
@@ -296,8 +302,8 @@ def minres(s: LinearSystem) -> Outcome:
             return jnp.where(i.check, new, old)
 
         return _MINRESIterate(
-            i.x + length * w,
-            fresh(i.r - length * aw, v),
+            i.x + along * w,
+            fresh(i.r - along * aw, v),
             v,
             fresh(i.v, jnp.zeros_like(v)),
             z / divisor,
@@ -309,6 +315,7 @@ def minres(s: LinearSystem) -> Outcome:
             fresh(i.gamma, jnp.ones_like(gamma)),
             fresh(turned, _NO_ROTATION.astype(dtype)),
             fresh(-turned[1, 0] * i.eta, gamma),
+            fresh(size_of_a, i.length),
             fresh(i.last, vv),
             i.steps + go,
             check,
@@ -318,7 +325,7 @@ def minres(s: LinearSystem) -> Outcome:
     zero, one = jnp.zeros_like(s.b), jnp.ones((), dtype)
     first = _MINRESIterate(
         s.guess(size), zero, zero, zero, zero, zero, zero, zero, zero, one, one,
-        jnp.asarray(_NO_ROTATION, dtype), one, jnp.full((), jnp.inf, dtype),
+        jnp.asarray(_NO_ROTATION, dtype), one, jnp.zeros((), dtype), jnp.full((), jnp.inf, dtype),
         jnp.zeros((), "int32"), jnp.ones((), bool), state,
     )  # fmt: skip
     end = jax.lax.while_loop(lambda i: i.state == RUNNING, step, first)

@@ -45,7 +45,8 @@ class NullSpace:
     ----------
     vectors
         "constants", or a vector like b (this rank's part), or a list of such vectors, linearly
-        independent. `fem.solve` also takes "rigid motions".
+        independent. `fem.solve` also takes "rigid motions". For blocks a tuple of fields is one
+        vector.
     left
         The left null space, the vectors w with wᴴ A = 0, in the same forms. Default: `vectors`, as
         for symmetric matrices.

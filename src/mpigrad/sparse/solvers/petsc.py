@@ -45,9 +45,9 @@ class PETSc(LinearSolver):
     ----------
     options
         PETSc's options for one KSP, as text or as a dictionary of names and values, such as
-        "-ksp_type cg -pc_type gamg" or {"pc_type": "lu"}. Default: PETSc's defaults. Options of
-        the matrix, such as "-mat_block_size 3", belong to them. An option that PETSc does not read
-        is an error.
+        "-ksp_type cg -pc_type gamg" or {"pc_type": "lu", "ksp_view": None}. Default: PETSc's
+        defaults. Options of the matrix, such as "-mat_block_size 3", belong to them. An option that
+        PETSc does not read is an error.
     rtol, max_steps
         The tolerance |b - A x| <= rtol |b|, and the largest number of steps. As PETSc may stop by
         another norm, the residual is computed from x, and the KSP solves for what is left.
@@ -80,7 +80,8 @@ class PETSc(LinearSolver):
         options = self.options
         if isinstance(options, Mapping):
             options = " ".join(
-                f"-{str(name).removeprefix('-')} {'' if value is None else shlex.quote(str(value))}"
+                f"-{str(name).removeprefix('-')} "
+                + ("" if value is None or value is True else shlex.quote(str(value)))
                 for name, value in options.items()
             )
         if not isinstance(options, str):
@@ -146,7 +147,10 @@ def _load() -> tuple[Any, str]:
         from petsc4py import PETSc as module  # pyright: ignore[reportMissingImports]
     except Exception as error:
         return None, f"petsc4py cannot be imported ({error}). Reinstall it for this site's PETSc."
-    return module, ""
+    petsc: Any = module
+    if MPI.Comm.Compare(petsc.COMM_WORLD.tompi4py(), MPI.COMM_SELF) == MPI.IDENT:
+        petsc.Sys.setDefaultComm(MPI.COMM_WORLD)  # for other users of petsc4py in this process
+    return petsc, ""
 
 
 def _why_not_loaded(package: pathlib.Path) -> str:
@@ -194,10 +198,13 @@ def check(solver: LinearSolver, pattern: Pattern, dtype: Any) -> None:
         raise RuntimeError(f"PETSc: {reason} Or solve with GMRES() or PCG().")
     if np.dtype(dtype) != np.dtype(module.ScalarType):
         expected = np.dtype(module.ScalarType).name
+        remedy = "Convert the matrix and b."
+        if np.dtype(dtype).kind == "c" != np.dtype(expected).kind:
+            remedy = "Take a PETSc for complex numbers, or GMRES(preconditioner=Jacobi())."
+        elif expected == "float64":
+            remedy = 'Convert the matrix and b, with jax.config.update("jax_enable_x64", True).'
         raise TypeError(
-            f"PETSc: this PETSc solves in {expected}, got {np.dtype(dtype).name}. Convert the "
-            "matrix and b"
-            + (', with jax.config.update("jax_enable_x64", True).' if "64" in expected else ".")
+            f"PETSc: this PETSc solves in {expected}, got {np.dtype(dtype).name}. {remedy}"
         )
     if pattern.n_rows > np.iinfo(module.IntType).max:
         raise ValueError(
@@ -354,12 +361,16 @@ class _System:
         if not numbers[2]:
             return Result.SUCCESSFUL
         self.values, self.values_id = None, 0
-        self._set_values(values)
-        if null.shape[1]:
-            self._set_nullspace(null)
-        if self.symmetric and not self._is_symmetric():
-            return Result.NOT_SYMMETRIC
-        self.ksp.setUp()
+        try:
+            self._set_values(values)
+            if null.shape[1]:
+                self._set_nullspace(null)
+            if self.symmetric and not self._is_symmetric():
+                return Result.NOT_SYMMETRIC
+            self.ksp.setUp()
+        except Exception:
+            self.ksp = None  # half of it is set up
+            raise
         self.setups += 1
         self.values, self.values_id = values.copy(), next(_numbers)
         return Result.SUCCESSFUL
@@ -398,7 +409,8 @@ class _System:
         ksp = module.KSP().create(self.comm)
         ksp.setOptionsPrefix(self.prefix)
         ksp.setOperators(self.matrix)
-        if self.fields:  # of fieldsplit, which names them 0, 1, ...
+        if self.fields and ("pc_type", "fieldsplit") in self.options:  # it names them 0, 1, ...
+            ksp.getPC().setType("fieldsplit")
             ends = self.offset + np.cumsum(self.fields)
             sets = [
                 (str(k), module.IS().createStride(n, end - n, 1, comm=self.comm))
@@ -422,12 +434,15 @@ class _System:
 
     def _is_symmetric(self) -> bool:
         """Compare x.Ay and y.Ax for two vectors without structure."""
+        # Scaled by the diagonal, as in `LinearSystem.begin_symmetric`.
+        diagonal = self.matrix.getDiagonal().getArray()
+        scale = np.where(diagonal.real > 0, np.abs(diagonal), 1) ** -0.5
         rows = self.offset + np.arange(self.n_local)
         x, y = (np.modf(1e4 * np.sin(rows * step + 1.0))[0] for step in (12.9898, 78.233))
-        terms = np.concatenate([x * self._product(y), -y * self._product(x)])
-        sums = np.array([terms.sum(), np.abs(terms).sum()])
+        ax, ay = (scale * self._product(scale * v) for v in (x, y))
+        sums = np.array([x @ ay - y @ ax, np.vdot(ax, ax) + np.vdot(ay, ay)])
         total, size = self.comm.allreduce(sums)
-        return bool(abs(total) <= 1e3 * np.finfo(sums.dtype).eps * abs(size))
+        return bool(abs(total) <= np.sqrt(np.finfo(sums.dtype).eps * abs(size)))
 
     def _product(self, v: np.ndarray, *, transposed: bool = False) -> np.ndarray:
         module = _load()[0]
@@ -523,7 +538,6 @@ class _System:
         """Raise an error if PETSc has read an option by no one: its name is wrong."""
         if self.unread_checked:
             return
-        self.unread_checked = True
         unread, flag = [], ctypes.c_int(0)
         for name, _ in self.options:
             _function("PetscOptionsUsed")(None, f"{self.prefix}{name}".encode(), ctypes.byref(flag))
@@ -534,6 +548,7 @@ class _System:
                 f"PETSc did not read {', '.join(unread)}: with these options nothing has such a "
                 "setting. Check the names. Options of the whole program go to petsc4py.init."
             )
+        self.unread_checked = True
 
 
 _PC_FAILED, _OUT_OF_MEMORY = -11, 3  # of PETSc's enumerations
