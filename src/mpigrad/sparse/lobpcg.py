@@ -22,6 +22,7 @@ from mpigrad.sparse.matrix.pattern import Pattern
 from mpigrad.sparse.solvers import boxmg, hypre, jax_backend
 from mpigrad.sparse.solvers.krylov import RUNNING, LinearSystem
 from mpigrad.sparse.solvers.methods import PCG
+from mpigrad.sparse.solvers.nullspace import without_nullspace
 from mpigrad.sparse.solvers.preconditioners import Preconditioner
 
 __all__ = [
@@ -131,7 +132,7 @@ def preconditioned(
     def cycle(rows: jax.Array) -> tuple[jax.Array, jax.Array]:
         x, info = BACKENDS[method.backend].run(
             one_step(method), pattern, values[None], rows, jnp.zeros((len(rows), 0), rows.dtype),
-            jnp.zeros(0, rows.dtype), singular=False, throw=False, site=site,
+            jnp.zeros(0, rows.dtype), without_nullspace(rows.dtype)[None], throw=False, site=site,
         )  # fmt: skip
         result = info[:, 0].astype("int32")
         usual = result == Result.SUCCESSFUL
