@@ -18,6 +18,7 @@ from mpigrad.sparse.solvers.libraries import (
     hypre_version,
     solver_seconds,
     why_no_hypre,
+    why_no_petsc,
 )
 from mpigrad.sparse.solvers.methods import (
     GMRES,
@@ -31,7 +32,7 @@ from mpigrad.sparse.solvers.methods import (
 )
 from mpigrad.sparse.solvers.nullspace import NullSpace
 from mpigrad.sparse.solvers.operator_solve import Operator
-from mpigrad.sparse.solvers.petsc import PETSc, why_no_petsc
+from mpigrad.sparse.solvers.petsc import PETSc
 from mpigrad.sparse.solvers.preconditioners import PFMG, BoomerAMG, BoxMG, Jacobi, Preconditioner
 from mpigrad.sparse.solvers.solve import solve
 

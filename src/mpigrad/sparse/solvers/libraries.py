@@ -1,10 +1,12 @@
-"""The native libraries of hypre and of mpigrad's multigrid: availability and statistics."""
+"""The libraries that solve: hypre, mpigrad's multigrid and PETSc. Availability and statistics."""
 
 from __future__ import annotations
 
 import ctypes
 import functools
 import os
+import pathlib
+import sys
 from typing import Any
 
 import numpy as np
@@ -13,6 +15,7 @@ from mpi4py import MPI
 from mpigrad.extend import at_exit, native_library
 from mpigrad.runtime import (
     ANY_MPI,
+    find_mpi_libraries,
     hypre_built_with,
     mpi_library_path,
     native_path,
@@ -28,9 +31,12 @@ __all__ = [
     "hypre_version",
     "library",
     "multigrid_library",
+    "petsc_function",
+    "petsc_module",
     "solver_seconds",
     "totals",
     "why_no_hypre",
+    "why_no_petsc",
 ]
 
 # ---- The native library of mpigrad's own multigrid, and its statistics ----
@@ -223,3 +229,76 @@ def check_size(n_rows: int, nnz: int, bits: int) -> None:
             f"solve: {nnz} entries on one rank are more than hypre can count (2**31 - 1). Use more "
             "ranks."
         )
+
+
+# ---- petsc4py: its availability, and the MPI that it was built with ----
+
+
+@functools.cache
+def _load_petsc() -> tuple[Any, str]:
+    """Return the module `petsc4py.PETSc` or None, and the reason if it is None."""
+    try:
+        import petsc4py  # pyright: ignore[reportMissingImports]
+    except ImportError:
+        return None, (
+            "petsc4py is not installed. Install the release of this site's PETSc with PETSC_DIR "
+            "set, or load the module of the site that has it."
+        )
+    starts = "petsc4py.PETSc" not in sys.modules
+    if starts:
+        reason = _why_not_loaded(pathlib.Path(petsc4py.__file__).parent)
+        if reason:
+            return None, reason
+        # On ranks of their own: a communicator of some ranks may solve, and the others not.
+        petsc4py.init(["mpigrad", "-no_signal_handler"], comm=MPI.COMM_SELF)
+    try:
+        from petsc4py import PETSc as module  # pyright: ignore[reportMissingImports]
+    except Exception as error:
+        return None, f"petsc4py cannot be imported ({error}). Reinstall it for this site's PETSc."
+    petsc: Any = module
+    if starts:
+        petsc.Sys.setDefaultComm(MPI.COMM_WORLD)  # for other users of petsc4py in this process
+    return petsc, ""
+
+
+def _why_not_loaded(package: pathlib.Path) -> str:
+    """Return why petsc4py must not be imported: its MPI is another one than mpi4py's."""
+    ours, before = find_mpi_libraries(MPI.Get_library_version())
+    # Loading the module does not start MPI, importing it does.
+    for path in sorted(package.glob("lib/**/PETSc.*.so"))[:1]:
+        try:
+            ctypes.CDLL(str(path))
+        except OSError as error:
+            return f"petsc4py cannot be loaded ({error}). Reinstall it for this site's PETSc."
+    others = [p for p in find_mpi_libraries(MPI.Get_library_version())[1] if p not in before]
+    if others:
+        return (
+            f"petsc4py was built with the MPI {others[0]}, but mpi4py runs on {ours}. Run under "
+            "that MPI, or build PETSc and petsc4py with this one."
+        )
+    return ""
+
+
+def petsc_module() -> Any:
+    """Return the module `petsc4py.PETSc`, or raise an error that says why it is not available."""
+    module, reason = _load_petsc()
+    if module is None:
+        raise RuntimeError(f"PETSc: {reason} Or solve with GMRES() or PCG().")
+    return module
+
+
+def petsc_function(name: str) -> Any:
+    """Return a function of PETSc that some releases of petsc4py lack."""
+    return getattr(ctypes.CDLL(petsc_module().__file__), name)
+
+
+def why_no_petsc() -> str:
+    """Return why `PETSc` cannot solve in this process, or an empty string if it can.
+
+    Examples
+    --------
+    >>> from mpigrad.sparse import why_no_petsc
+    >>> why_no_petsc() == "" or "petsc4py" in why_no_petsc()
+    True
+    """
+    return _load_petsc()[1]

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import ctypes
 import dataclasses
-import functools
 import itertools
-import pathlib
 import re
 import shlex
-import sys
 import zlib
 from collections.abc import Mapping
 from typing import Any, ClassVar, Literal, final
@@ -19,14 +16,14 @@ import numpy as np
 from mpi4py import MPI
 
 from mpigrad.extend import HostCall, NativeCall, array_at, describe, primitive
-from mpigrad.runtime import find_mpi_libraries
 from mpigrad.solution import Result
 from mpigrad.sparse.matrix.pattern import Pattern
 from mpigrad.sparse.solvers.jax_backend import require_success
+from mpigrad.sparse.solvers.libraries import petsc_function, petsc_module
 from mpigrad.sparse.solvers.methods import INFO, LinearSolver, check_steps, request_text
 from mpigrad.sparse.solvers.preconditioners import Preconditioner, sealed
 
-__all__ = ["PETSc", "check", "run", "why_no_petsc"]
+__all__ = ["PETSc", "check", "run"]
 
 
 @final
@@ -124,78 +121,12 @@ def _pairs(options: str) -> list[tuple[str, str]]:
     return pairs
 
 
-# ---- petsc4py: its availability, and the MPI that it was built with ----
-
-
-@functools.cache
-def _load() -> tuple[Any, str]:
-    """Return the module `petsc4py.PETSc` or None, and the reason if it is None."""
-    try:
-        import petsc4py  # pyright: ignore[reportMissingImports]
-    except ImportError:
-        return None, (
-            "petsc4py is not installed. Install the release of this site's PETSc with PETSC_DIR "
-            "set, or load the module of the site that has it."
-        )
-    if "petsc4py.PETSc" not in sys.modules:
-        reason = _why_not_loaded(pathlib.Path(petsc4py.__file__).parent)
-        if reason:
-            return None, reason
-        # On ranks of their own: a communicator of some ranks may solve, and the others not.
-        petsc4py.init(["mpigrad", "-no_signal_handler"], comm=MPI.COMM_SELF)
-    try:
-        from petsc4py import PETSc as module  # pyright: ignore[reportMissingImports]
-    except Exception as error:
-        return None, f"petsc4py cannot be imported ({error}). Reinstall it for this site's PETSc."
-    petsc: Any = module
-    if MPI.Comm.Compare(petsc.COMM_WORLD.tompi4py(), MPI.COMM_SELF) == MPI.IDENT:
-        petsc.Sys.setDefaultComm(MPI.COMM_WORLD)  # for other users of petsc4py in this process
-    return petsc, ""
-
-
-def _why_not_loaded(package: pathlib.Path) -> str:
-    """Return why petsc4py must not be imported: its MPI is another one than mpi4py's."""
-    ours, before = find_mpi_libraries(MPI.Get_library_version())
-    # Loading the module does not start MPI, importing it does.
-    for path in sorted(package.glob("lib/**/PETSc.*.so"))[:1]:
-        try:
-            ctypes.CDLL(str(path))
-        except OSError as error:
-            return f"petsc4py cannot be loaded ({error}). Reinstall it for this site's PETSc."
-    others = [p for p in find_mpi_libraries(MPI.Get_library_version())[1] if p not in before]
-    if others:
-        return (
-            f"petsc4py was built with the MPI {others[0]}, but mpi4py runs on {ours}. Run under "
-            "that MPI, or build PETSc and petsc4py with this one."
-        )
-    return ""
-
-
-def _function(name: str) -> Any:
-    """Return a function of PETSc that some releases of petsc4py lack."""
-    return getattr(ctypes.CDLL(_load()[0].__file__), name)
-
-
-def why_no_petsc() -> str:
-    """Return why `PETSc` cannot solve in this process, or an empty string if it can.
-
-    Examples
-    --------
-    >>> from mpigrad.sparse import why_no_petsc
-    >>> why_no_petsc() == "" or "petsc4py" in why_no_petsc()
-    True
-    """
-    return _load()[1]
-
-
 # ---- Solves by PETSc ----
 
 
 def check(solver: LinearSolver, pattern: Pattern, dtype: Any) -> None:
     """Raise an error, the same on every rank, if PETSc cannot solve such a system."""
-    module, reason = _load()
-    if module is None:
-        raise RuntimeError(f"PETSc: {reason} Or solve with GMRES() or PCG().")
+    module = petsc_module()
     if np.dtype(dtype) != np.dtype(module.ScalarType):
         expected = np.dtype(module.ScalarType).name
         remedy = "Convert the matrix and b."
@@ -376,7 +307,7 @@ class _System:
         return Result.SUCCESSFUL
 
     def _set_values(self, values: np.ndarray) -> None:
-        module = _load()[0]
+        module = petsc_module()
         in_rows = values if self.order is None else values[self.order]
         csr = (
             self.row_starts.astype(module.IntType),
@@ -421,7 +352,7 @@ class _System:
         self.ksp = ksp
 
     def _set_nullspace(self, null: np.ndarray) -> None:
-        module = _load()[0]
+        module = petsc_module()
         for vectors, place in (
             (null[0], self.matrix.setNullSpace),
             (null[-1].conj(), self.matrix.setTransposeNullSpace),
@@ -430,7 +361,11 @@ class _System:
             place(module.NullSpace().create(vectors=made, comm=self.comm))
 
     def _vector(self, values: np.ndarray) -> Any:
-        return _load()[0].Vec().createWithArray(values, (self.n_local, self.n_rows), comm=self.comm)
+        return (
+            petsc_module()
+            .Vec()
+            .createWithArray(values, (self.n_local, self.n_rows), comm=self.comm)
+        )
 
     def _is_symmetric(self) -> bool:
         """Compare x.Ay and y.Ax for two vectors without structure."""
@@ -445,7 +380,7 @@ class _System:
         return bool(abs(total) <= np.sqrt(np.finfo(sums.dtype).eps * abs(size)))
 
     def _product(self, v: np.ndarray, *, transposed: bool = False) -> np.ndarray:
-        module = _load()[0]
+        module = petsc_module()
         v = np.ascontiguousarray(v, module.ScalarType)
         result = np.empty(self.n_local, module.ScalarType)
         self._between(v, result, self.matrix.multTranspose if transposed else self.matrix.mult)
@@ -522,13 +457,13 @@ class _System:
         """Return PETSc's names of a failure, and what often helps."""
         names = {
             number: name
-            for name, number in vars(_load()[0].KSP.ConvergedReason).items()
+            for name, number in vars(petsc_module().KSP.ConvergedReason).items()
             if not name.startswith("_")
         }
         text = str(names.get(reason, reason))
         failed, handle = ctypes.c_int(0), ctypes.c_void_p(self.ksp.getPC().handle)
         if reason == _PC_FAILED:
-            _function("PCGetFailedReason")(handle, ctypes.byref(failed))
+            petsc_function("PCGetFailedReason")(handle, ctypes.byref(failed))
             text += f", {_FACTOR_FAILURES.get(failed.value, failed.value)}"
         if failed.value == _OUT_OF_MEMORY:
             text += ". MUMPS gets twice the memory by -mat_mumps_icntl_14 100"
@@ -538,9 +473,9 @@ class _System:
         """Raise an error if PETSc has read an option by no one: its name is wrong."""
         if self.unread_checked:
             return
-        unread, flag = [], ctypes.c_int(0)
+        unread, flag, used = [], ctypes.c_int(0), petsc_function("PetscOptionsUsed")
         for name, _ in self.options:
-            _function("PetscOptionsUsed")(None, f"{self.prefix}{name}".encode(), ctypes.byref(flag))
+            used(None, f"{self.prefix}{name}".encode(), ctypes.byref(flag))
             if not flag.value:
                 unread.append(f"-{name}")
         if unread:
