@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from mpigrad.fem.mesh import Mesh as Mesh
     from mpigrad.fem.mesh import PartitionReport as PartitionReport
     from mpigrad.fem.mesh_files import read_mesh as read_mesh
+    from mpigrad.fem.mixed import Mixed as Mixed
     from mpigrad.fem.numbering import Numbering as Numbering
     from mpigrad.fem.observation import Observation as Observation
     from mpigrad.fem.solving import solve as solve
@@ -33,6 +34,7 @@ _NAMES = {
     "Equation": "equation",
     "Facets": "mesh",
     "Mesh": "mesh",
+    "Mixed": "mixed",
     "Motion": "stepping",
     "Nodal": "forms",
     "Numbering": "numbering",

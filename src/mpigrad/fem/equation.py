@@ -13,8 +13,9 @@ import numpy as np
 
 from mpigrad.extend import as_array, jit_local, tie_in
 from mpigrad.fem.integrals import cell_values, sum_over_cells
+from mpigrad.fem.mixed import Mixed
 from mpigrad.fem.space import Space
-from mpigrad.sparse import Matrix
+from mpigrad.sparse import Blocks, Matrix
 
 __all__ = ["Equation", "Term"]
 
@@ -37,7 +38,7 @@ class Equation:
     Attributes
     ----------
     space
-        The space of the field.
+        The space of the field, or `Mixed` spaces of several fields. A field is then a named tuple.
     terms
         The forms with their parameters.
     load
@@ -59,13 +60,13 @@ class Equation:
 
     __array_ufunc__ = None  # NumPy leaves array + equation to __radd__
 
-    def __init__(self, space: Space, terms: tuple[Term, ...], load: Any = None) -> None:
+    def __init__(self, space: Space | Mixed, terms: tuple[Term, ...], load: Any = None) -> None:
         self.space, self.terms, self.load = space, terms, load
 
     def __add__(self, other: Any) -> Equation:
         if isinstance(other, int) and other == 0:  # the start of sum([...])
             return self
-        if isinstance(other, np.ndarray | jax.Array):
+        if isinstance(other, _FIELDS):
             other = Equation(self.space, (), self._load(other))
         if not isinstance(other, Equation):
             return NotImplemented
@@ -75,7 +76,7 @@ class Equation:
                 "Make both forms with one Space object."
             )
         loads = [each for each in (self.load, other.load) if each is not None]
-        load = functools.reduce(jnp.add, loads) if loads else None
+        load = functools.reduce(_added, loads) if loads else None
         return Equation(self.space, self.terms + other.terms, load)
 
     __radd__ = __add__
@@ -87,7 +88,8 @@ class Equation:
                 "coefficient that varies as a parameter of the form."
             )
         terms = tuple(replace(t, factor=t.factor * factor) for t in self.terms)
-        return Equation(self.space, terms, None if self.load is None else self.load * factor)
+        load = jax.tree.map(lambda v: v * factor, self.load)
+        return Equation(self.space, terms, load)
 
     __rmul__ = __mul__
 
@@ -98,11 +100,23 @@ class Equation:
         return self * -1.0
 
     def __sub__(self, other: Any) -> Equation:
-        known = isinstance(other, Equation | np.ndarray | jax.Array)
-        return self + (-other) if known else NotImplemented
+        if isinstance(other, Equation):
+            return self + (-other)
+        if not isinstance(other, _FIELDS):
+            return NotImplemented
+        return self + jax.tree.map(lambda v: -v, other)
 
     def __rsub__(self, other: Any) -> Equation:
         return -self + other
+
+    def one_field(self, name: str) -> Space:
+        """Return the space, or raise an error that names a function which takes one field only."""
+        if isinstance(self.space, Mixed):
+            raise TypeError(
+                f"{name}: expected an equation of one field, got the fields "
+                f"{', '.join(self.space.names)}. Solve each step by fem.solve."
+            )
+        return self.space
 
     @property
     def symmetric(self) -> bool:
@@ -112,15 +126,15 @@ class Equation:
     @property  # of the present values of what the forms read
     def is_linear(self) -> bool:
         """True if the residual is affine in the field, as far as this can be seen."""
-        shape = (*self.space.cell_nodes.shape, self.space.components)
+        shapes = [(*s.cell_nodes.shape, s.components) for s in self.space.fields]
 
-        def ask(u: jax.Array) -> jax.Array:
+        def ask(u: Any) -> Any:
             answers.extend(t.form.is_linear(u, t.args, t.kwargs) for t in self.terms)
             return u
 
         answers: list[bool] = []
         dtype = jnp.result_type(float)
-        jax.eval_shape(ask, jax.ShapeDtypeStruct(shape, dtype))
+        jax.eval_shape(ask, [jax.ShapeDtypeStruct(shape, dtype) for shape in shapes])
         return all(answers)
 
     def integral(self, u: Any = None) -> jax.Array:
@@ -138,19 +152,20 @@ class Equation:
         TypeError
             If a form is not an `Energy`.
         """
-        u = self._field(u)
-        here = cell_values(self.space, u)
+        fields = self._fields(u)
+        here = self._in_cells(fields)
         parts = [
             self._kept(
-                t, jnp.zeros((), here.dtype), lambda t=t: t.form.total(here, t.args, t.kwargs)
+                t, jnp.zeros((), here[0].dtype), lambda t=t: t.form.total(here, t.args, t.kwargs)
             )
             for t in self.terms
         ]
         if self.load is not None:
-            parts.append(jnp.vdot(self.load, u).astype(u.dtype))
+            loads = self.space.unwrapped(self.load)
+            parts += [jnp.vdot(f, u).astype(u.dtype) for f, u in zip(loads, fields, strict=True)]
         return functools.reduce(jnp.add, parts)
 
-    def residual(self, u: Any) -> jax.Array:
+    def residual(self, u: Any) -> Any:
         """Return the residual: the derivative of the integral in u for energies (collective).
 
         Parameters
@@ -162,14 +177,17 @@ class Equation:
         -------
         One value for each own unknown, in the shape of u.
         """
-        here = cell_values(self.space, self._field(u))
-        total = _zeros(here, here.shape)  # active even if this rank has no facets
+        here = self._in_cells(self._fields(u))
+        totals: list[Any] = [_zeros(v, v.shape) for v in here]  # active without facets, too
         for term in self.terms:
-            total = self._add(term, total, lambda t=term: t.form.residual(here, t.args, t.kwargs))
-        sums = sum_over_cells(self.space, total)
-        return sums if self.load is None else sums + self.load.astype(sums.dtype)
+            totals = self._add(term, totals, lambda t=term: t.form.residual(here, t.args, t.kwargs))
+        sums = [sum_over_cells(s, t) for s, t in zip(self.space.fields, totals, strict=True)]
+        if self.load is not None:
+            loads = self.space.unwrapped(self.load)
+            sums = [v + f.astype(v.dtype) for v, f in zip(sums, loads, strict=True)]
+        return self.space.wrapped(sums)
 
-    def jacobian(self, u: Any = None) -> Matrix:
+    def jacobian(self, u: Any = None) -> Any:
         """Return the derivative of the residual in the field (collective).
 
         Parameters
@@ -179,14 +197,35 @@ class Equation:
 
         Returns
         -------
-        A matrix on `space.pattern`, whose rows are the unknowns node * components + component.
+        A matrix on `space.pattern`, whose rows are the unknowns node * components + component. With
+        `Mixed` spaces they are `sparse.Blocks` of such matrices, None where no form couples two
+        fields.
         """
-        here = cell_values(self.space, self._field(u))
-        k = here.shape[1] * here.shape[2]
-        total = _zeros(here, (len(here), k, k))
+        here, space = self._in_cells(self._fields(u)), self.space
+        n = range(len(here))
+        coupled = np.ones((1, 1), bool)
+        if isinstance(space, Mixed):
+            forms = [t.form.coupled(here, t.args, t.kwargs) for t in self.terms]
+            coupled = np.any([np.zeros((len(n),) * 2, bool), *forms], axis=0)
+        present = [(i, j) for i in n for j in n if coupled[i, j]]
+        sizes = [v.shape[1] * v.shape[2] for v in here]
+        totals: list[Any] = [
+            _zeros(here[i], (len(here[i]), sizes[i], sizes[j])) for i, j in present
+        ]
         for term in self.terms:
-            total = self._add(term, total, lambda t=term: t.form.matrix(here, t.args, t.kwargs))
-        return Matrix.assemble(self.space.pattern, total)
+
+            def matrices(t: Term = term) -> list[Any]:
+                found = t.form.matrix(here, t.args, t.kwargs)
+                return [found[i][j] for i, j in present]
+
+            totals = self._add(term, totals, matrices)
+        if not isinstance(space, Mixed):
+            return Matrix.assemble(space.pattern, totals[0])
+        blocks: list[list[Matrix | None]] = [[None for _ in n] for _ in n]
+        for (i, j), total in zip(present, totals, strict=True):
+            elements = total if i == j else total.reshape(-1)
+            blocks[i][j] = Matrix.assemble(space.pattern(i, j), elements)
+        return Blocks(blocks)
 
     def lumped(self, u: Any = None) -> jax.Array:
         """Return a diagonal in place of the Jacobian, for masses (collective).
@@ -213,32 +252,41 @@ class Equation:
         >>> float(mass().lumped().sum())
         6.0
         """
-        here = cell_values(self.space, self._field(u))
-        total = _zeros(here, here.shape)
+        space = self.one_field("Equation.lumped")
+        (here,) = self._in_cells(self._fields(u))
+        totals: list[Any] = [_zeros(here, here.shape)]
         for term in self.terms:
-            total = self._add(term, total, lambda t=term: _lumped(t, here))
-        return sum_over_cells(self.space, total)
+            totals = self._add(term, totals, lambda t=term: [_lumped(t, here)])
+        return sum_over_cells(space, totals[0])
 
-    def _load(self, load: Any) -> jax.Array:
-        load = as_array(load)
-        if load.shape != self.space.shape or not jnp.issubdtype(load.dtype, jnp.floating):
-            raise TypeError(
-                f"Equation: an array that is added must be a field of shape {self.space.shape} on "
-                f"rank {self.space.mesh.comm.rank}, got dtype {load.dtype} and shape {load.shape}. "
-                "Give one force for each own unknown."
-            )
-        return load
+    def _load(self, load: Any) -> Any:
+        loads = []
+        arrays = map(as_array, self.space.unwrapped(load))
+        for space, each in zip(self.space.fields, arrays, strict=True):
+            if each.shape != space.shape or not jnp.issubdtype(each.dtype, jnp.floating):
+                raise TypeError(
+                    f"Equation: an array that is added must be a field of shape {space.shape} on "
+                    f"rank {space.mesh.comm.rank}, got dtype {each.dtype} and shape {each.shape}. "
+                    "Give one force for each own unknown."
+                )
+            loads.append(each)
+        return self.space.wrapped(loads)
 
-    def _field(self, u: Any) -> jax.Array:
+    def _fields(self, u: Any) -> tuple[jax.Array, ...]:
         if u is None:
-            return jnp.zeros(self.space.shape)
-        u = as_array(u)
-        if not jnp.issubdtype(u.dtype, jnp.floating):
-            raise TypeError(
-                f"Equation: the field must be real and floating-point, got dtype {u.dtype}. "
-                "Convert it, as in u.astype(float)."
-            )
-        return u
+            return tuple(jnp.zeros(space.shape) for space in self.space.fields)
+        fields = tuple(as_array(v) for v in self.space.unwrapped(u))
+        for v in fields:
+            if not jnp.issubdtype(v.dtype, jnp.floating):
+                raise TypeError(
+                    f"Equation: the field must be real and floating-point, got dtype {v.dtype}. "
+                    "Convert it, as in u.astype(float)."
+                )
+        return fields
+
+    def _in_cells(self, fields: tuple[jax.Array, ...]) -> list[jax.Array]:
+        """Return the fields at the nodes of each cell."""
+        return [cell_values(s, v) for s, v in zip(self.space.fields, fields, strict=True)]
 
     def _kept(self, term: Term, zero: jax.Array, compute: Callable[[], Any]) -> jax.Array:
         """Return what a term adds, zero if this rank has no cells or facets of it."""
@@ -250,14 +298,22 @@ class Equation:
         value = compute()
         return zero if value is None else value * as_array(term.factor, zero.dtype)
 
-    def _add(self, term: Term, total: jax.Array, compute: Callable[[], Any]) -> jax.Array:
-        cells = term.form.cells
-        if cells is None or term.form.is_empty:
-            if term.form.is_empty:
-                return total + self._kept(term, jnp.zeros_like(total), compute)
-            cells = None
-        value = compute()
-        return total if value is None else _sum(total, value, term.factor, cells)
+    def _add(self, term: Term, totals: list[Any], compute: Callable[[], Any]) -> list[Any]:
+        """Add what a term computes for each total, None for nothing."""
+        if term.form.is_empty:
+            return [t + self._kept(term, jnp.zeros_like(t), compute) for t in totals]
+        cells, values = term.form.cells, compute()
+        return [
+            total if value is None else _sum(total, value, term.factor, cells)
+            for total, value in zip(totals, values, strict=True)
+        ]
+
+
+_FIELDS = np.ndarray | jax.Array | tuple
+
+
+def _added(a: Any, b: Any) -> Any:
+    return jax.tree.map(jnp.add, a, b)
 
 
 @jit_local(static_argnames=("shape",), inline=True)
@@ -273,7 +329,7 @@ def _sum(total: jax.Array, value: jax.Array, factor: Any, cells: Any) -> jax.Arr
 
 def _lumped(term: Term, here: jax.Array) -> jax.Array | None:
     """Return the scaled diagonals of the element matrices of a form, (n, n_basis, components)."""
-    matrices = term.form.matrix(here, term.args, term.kwargs)
+    ((matrices,),) = term.form.matrix([here], term.args, term.kwargs)
     if matrices is None:
         return None
     nodes, components = here.shape[1:]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import abc
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,8 +16,9 @@ from mpigrad.collective_errors import raise_on_all_ranks
 from mpigrad.fem.equation import Equation, Term
 from mpigrad.fem.integrals import Blocks, CellIntegral, FacetIntegral, Integral, cell_values
 from mpigrad.fem.mesh import Facets
+from mpigrad.fem.mixed import Mixed
 from mpigrad.fem.space import Space
-from mpigrad.fem.tracing import AtPoints, evaluate, is_affine
+from mpigrad.fem.tracing import AtPoints, are_zero, evaluate, is_affine
 
 __all__ = [
     "Energy",
@@ -181,6 +182,17 @@ def _scalar_at_point(u: Any, gradient: Any) -> FieldAtPoint:
     return FieldAtPoint(u[0], gradient[0])
 
 
+def _point(space: Space | Mixed, at: Sequence[Any], x: Any, normal: Any) -> Any:
+    """Return the point with the values and gradients of all fields, one after the other."""
+    fields = [
+        (_scalar_at_point if each.components == 1 else _at_point)(*at[2 * k : 2 * k + 2])
+        for k, each in enumerate(space.fields)
+    ]
+    if isinstance(space, Mixed):
+        return space.point(*fields, x=x, normal=normal)
+    return Point(fields[0].u, fields[0].grad, x, normal)
+
+
 def _inside(values: AtPoints, mask: NDArray[np.bool_]) -> AtPoints:
     """Return values in which cells outside of a mask have those of a cell in it.
 
@@ -198,7 +210,7 @@ class Form(abc.ABC):
 
     def __init__(
         self,
-        space: Space,
+        space: Space | Mixed,
         integrand: Callable[..., Any],
         on: Facets | ArrayLike | None = None,
         degree: int | None = None,
@@ -233,9 +245,9 @@ class Form(abc.ABC):
                     )
         self.space, self.integrand = space, integrand
         self._integral: Integral = (
-            FacetIntegral(space, degree, on)
+            FacetIntegral(degree, on)
             if isinstance(on, Facets)
-            else CellIntegral(space, degree, mask)
+            else CellIntegral(space.mesh, degree, mask)
         )
 
     def __call__(self, *args: Any, **kwargs: Any) -> Equation:
@@ -270,18 +282,26 @@ class Form(abc.ABC):
         )
 
     @abc.abstractmethod
-    def _flux(self, law: Callable[..., Any]) -> Callable[..., tuple[Any, Any]]:
-        """Return the function (u, grad, ...) -> (f0, f1) of a point."""
+    def _flux(self, law: Callable[..., Any]) -> Callable[..., tuple[Any, ...]]:
+        """Return the function (u, grad, ...) -> (f0, f1) of a point, in turn for each field."""
 
     def _derivatives(self, law: Callable[..., Any]) -> Callable[..., tuple[Any, ...]]:
-        """Return the function of the derivatives of f0 and f1 in u and grad (`Blocks`)."""
-        flux = self._flux(law)
+        """Return the function of the derivatives of f0 and f1 in u and grad.
+
+        Four of them (`Blocks`) for each field that is tested and each field that is differentiated.
+        """
+        flux, fields = self._flux(law), range(len(self.space.fields))
         # One by one, so that derivatives that are zero are seen to be zero.
-        in_value, in_gradient = jax.jacfwd(flux, argnums=0), jax.jacfwd(flux, argnums=1)
+        along = [jax.jacfwd(flux, argnums=k) for k in range(2 * len(fields))]
 
         def derivatives(*arguments: Any) -> tuple[Any, ...]:
-            (vv, gv), (vg, gg) = in_value(*arguments), in_gradient(*arguments)
-            return vv, vg, gv, gg
+            of = [derivative(*arguments) for derivative in along]
+            return tuple(
+                tuple(
+                    tuple(of[2 * j + b][2 * i + a] for a in (0, 1) for b in (0, 1)) for j in fields
+                )
+                for i in fields
+            )
 
         return derivatives
 
@@ -304,34 +324,51 @@ class Form(abc.ABC):
         return jax.tree.map(values, (args, kwargs), is_leaf=_is_given)
 
     @property
-    def residual(self) -> Callable[..., jax.Array | None]:
-        """The contributions of cells or facets: (u, args, kwargs) -> (n, n_basis, c)."""
+    def residual(self) -> Callable[..., tuple[jax.Array | None, ...]]:
+        """The contributions of cells or facets: (u, args, kwargs) -> (n, n_basis, c) of fields."""
 
-        def residual(u: jax.Array, args: Any, kwargs: Any) -> jax.Array | None:
+        def residual(u: Any, args: Any, kwargs: Any) -> tuple[jax.Array | None, ...]:
             law, points = self._at_points(u, args, kwargs)
-            return self._integral.residual(*evaluate(self._flux(law), points))
+            flux = evaluate(self._flux(law), points)
+            return tuple(
+                self._integral.residual(space, *flux[2 * k : 2 * k + 2])
+                for k, space in enumerate(self.space.fields)
+            )
 
         return jax.jit(residual, inline=True)
 
     @property
-    def matrix(self) -> Callable[..., jax.Array | None]:
-        """The element matrices of the Jacobian: (u, args, kwargs) -> (n, k, k)."""
+    def matrix(self) -> Callable[..., tuple[tuple[jax.Array | None, ...], ...]]:
+        """The element matrices of the Jacobian: (u, args, kwargs) -> (n, k, l) of two fields."""
 
-        def matrix(u: jax.Array, args: Any, kwargs: Any) -> jax.Array | None:
+        def matrix(u: Any, args: Any, kwargs: Any) -> tuple[tuple[jax.Array | None, ...], ...]:
             law, points = self._at_points(u, args, kwargs)
-            matrices = self._integral.matrix(Blocks(*evaluate(self._derivatives(law), points)))
-            if matrices is None:
-                return None
-            k = matrices.shape[1] * matrices.shape[2]
-            return matrices.reshape(-1, k, k)
+            derivatives, fields = evaluate(self._derivatives(law), points), self.space.fields
+
+            def of(i: int, j: int) -> jax.Array | None:
+                found = self._integral.matrix(fields[i], fields[j], Blocks(*derivatives[i][j]))
+                if found is None:
+                    return None
+                _, n, c, m, others = found.shape
+                return found.reshape(-1, n * c, m * others)
+
+            every = range(len(fields))
+            return tuple(tuple(of(i, j) for j in every) for i in every)
 
         return jax.jit(matrix, inline=True)
 
-    def is_linear(self, u: jax.Array, args: Any, kwargs: Any) -> bool:
+    def is_linear(self, u: Any, args: Any, kwargs: Any) -> bool:
         """Return True if the residual is seen to be affine in the field."""
         law, points = self._at_points(u, args, kwargs)
-        shapes = [jax.ShapeDtypeStruct(a.array.shape[2:], a.array.dtype) for a in points]
-        return is_affine(jax.make_jaxpr(self._flux(law))(*shapes), {0, 1})
+        of_fields = set(range(2 * len(self.space.fields)))
+        return is_affine(jax.make_jaxpr(self._flux(law))(*_shapes(points)), of_fields)
+
+    def coupled(self, u: Any, args: Any, kwargs: Any) -> NDArray[np.bool_]:
+        """Return which blocks of the Jacobian are not seen to be zero, the same on all ranks."""
+        law, points = self._at_points(u, args, kwargs)
+        zero = are_zero(jax.make_jaxpr(self._derivatives(law))(*_shapes(points)))
+        n = len(self.space.fields)
+        return np.logical_not(np.array(zero).reshape(n, n, 4).all(axis=2))
 
     @property
     def cells(self) -> jax.Array | None:
@@ -351,10 +388,13 @@ class Form(abc.ABC):
         return self._integral.mask if isinstance(self._integral, CellIntegral) else None
 
     def _at_points(
-        self, u: jax.Array, args: Any, kwargs: Any
+        self, u: Sequence[jax.Array], args: Any, kwargs: Any
     ) -> tuple[Callable[..., Any], list[AtPoints]]:
-        """Return the integrand as a function of arrays, and the arrays: u, gradient, x, ..."""
-        dtype, integral = u.dtype, self._integral
+        """Return the integrand as a function of arrays, and the arrays.
+
+        They are the value and the gradient of each field, x, the normal of facets, and parameters.
+        """
+        dtype, integral, fields = u[0].dtype, self._integral, self.space.fields
         leaves, structure = jax.tree.flatten((args, kwargs), is_leaf=_is_given)
         arrays, builders = [], []
         for leaf in leaves:
@@ -362,17 +402,16 @@ class Form(abc.ABC):
             builders.append((len(arrays), len(leaf_arrays), build))
             arrays += leaf_arrays
         normals = integral.normals(dtype)
-        fixed = [*integral.field(self.space, u), integral.coordinates(dtype)]
-        fixed += [] if normals is None else [normals]
-        scalar = self.space.components == 1
+        fixed = [a for s, v in zip(fields, u, strict=True) for a in integral.field(s, v)]
+        fixed += [integral.coordinates(dtype)] + ([] if normals is None else [normals])
+        n = 2 * len(fields)
 
-        def law(value: Any, gradient: Any, x: Any, *rest: Any) -> Any:
+        def law(*arguments: Any) -> Any:
+            at, x, rest = arguments[:n], arguments[n], arguments[n + 1 :]
             normal, parameters = (None, rest) if normals is None else (rest[0], rest[1:])
-            if scalar:
-                value, gradient = value[0], gradient[0]
             built = [build(*parameters[first : first + count]) for first, count, build in builders]
             args, kwargs = jax.tree.unflatten(structure, built)
-            return self.integrand(Point(value, gradient, x, normal), *args, **kwargs)
+            return self.integrand(_point(self.space, at, x, normal), *args, **kwargs)
 
         inputs = fixed + arrays
         if self._mask is not None and self._mask.any():
@@ -444,8 +483,8 @@ class Energy(Form):
     def symmetric(self) -> bool:
         return True
 
-    def _flux(self, law: Callable[..., Any]) -> Callable[..., tuple[Any, Any]]:
-        return jax.grad(self._scalar(law), argnums=(0, 1))
+    def _flux(self, law: Callable[..., Any]) -> Callable[..., tuple[Any, ...]]:
+        return jax.grad(self._scalar(law), argnums=tuple(range(2 * len(self.space.fields))))
 
     def _scalar(self, law: Callable[..., Any]) -> Callable[..., Any]:
         def scalar(*arguments: Any) -> Any:
@@ -461,10 +500,10 @@ class Energy(Form):
 
     @property
     def total(self) -> Callable[..., jax.Array]:
-        def total(u: jax.Array, args: Any, kwargs: Any) -> jax.Array:
+        def total(u: Any, args: Any, kwargs: Any) -> jax.Array:
             law, points = self._at_points(u, args, kwargs)
             density = evaluate(self._scalar(law), points)
-            return jnp.zeros((), u.dtype) if density is None else self._integral.total(density)
+            return jnp.zeros((), u[0].dtype) if density is None else self._integral.total(density)
 
         return jax.jit(total, inline=True)
 
@@ -504,28 +543,50 @@ class WeakForm(Form):
     def symmetric(self) -> bool:
         return False
 
-    def _flux(self, law: Callable[..., Any]) -> Callable[..., tuple[Any, Any]]:
-        def flux(value: Any, gradient: Any, *rest: Any) -> tuple[Any, Any]:
-            result = law(value, gradient, *rest)
-            if not isinstance(result, Sequence) or len(result) != 2:
-                raise TypeError(
-                    "fem.WeakForm: the integrand must return the pair (f0, f1), got "
-                    f"{type(result).__name__}. Return (f0, None) if there is no f1."
-                )
-            return _shaped(result[0], value, "f0", "p.u"), _shaped(
-                result[1], gradient, "f1", "p.grad"
-            )
+    def _flux(self, law: Callable[..., Any]) -> Callable[..., tuple[Any, ...]]:
+        names = self.space.names if isinstance(self.space, Mixed) else ("",)
 
-        def _shaped(entries: Any, like: Any, name: str, other: str) -> Any:
-            expected = like.shape[1:] if self.space.components == 1 else like.shape
-            if entries is None:
-                return jnp.zeros(like.shape, like.dtype)
-            entries = jnp.asarray(entries, like.dtype)
-            if entries.shape != expected:
-                raise TypeError(
-                    f"fem.WeakForm: {name} must have the shape of {other}, {expected}, got "
-                    f"{entries.shape}. Return one value for each entry."
-                )
-            return entries.reshape(like.shape)
+        def flux(*arguments: Any) -> tuple[Any, ...]:
+            result, found = law(*arguments), []
+            if isinstance(self.space, Mixed):
+                if not isinstance(result, Mapping) or set(result) - set(names):
+                    raise TypeError(
+                        "fem.WeakForm: for several fields the integrand must return a dictionary "
+                        f"of pairs (f0, f1) for the names {', '.join(names)}, got {result!r}. "
+                        "Leave out fields without a part."
+                    )
+                pairs = [result.get(name, (None, None)) for name in names]
+            else:
+                pairs = [result]
+            for k, (name, pair) in enumerate(zip(names, pairs, strict=True)):
+                if not isinstance(pair, Sequence) or len(pair) != 2:
+                    raise TypeError(
+                        "fem.WeakForm: the integrand must return the pair (f0, f1), got "
+                        f"{type(pair).__name__}. Return (f0, None) if there is no f1."
+                    )
+                p = f"p.{name}." if name else "p."
+                value, gradient = arguments[2 * k : 2 * k + 2]
+                scalar = self.space.fields[k].components == 1
+                found.append(_shaped(pair[0], value, "f0", f"{p}u", scalar))
+                found.append(_shaped(pair[1], gradient, "f1", f"{p}grad", scalar))
+            return tuple(found)
 
         return flux
+
+
+def _shaped(entries: Any, like: Any, name: str, other: str, scalar: bool) -> Any:
+    """Return a part of a weak form in the shape of the field, or raise an error."""
+    if entries is None:
+        return jnp.zeros(like.shape, like.dtype)
+    expected = like.shape[1:] if scalar else like.shape
+    entries = jnp.asarray(entries, like.dtype)
+    if entries.shape != expected:
+        raise TypeError(
+            f"fem.WeakForm: {name} must have the shape of {other}, {expected}, got "
+            f"{entries.shape}. Return one value for each entry."
+        )
+    return entries.reshape(like.shape)
+
+
+def _shapes(points: list[AtPoints]) -> list[jax.ShapeDtypeStruct]:
+    return [jax.ShapeDtypeStruct(a.array.shape[2:], a.array.dtype) for a in points]

@@ -212,7 +212,6 @@ class Blocks:
 class Integral(abc.ABC):
     """A set of cells or facets of this rank with a quadrature rule."""
 
-    space: Space
     n: int  # cells or facets
     weights: np.ndarray  # of the points of the reference cell or facet, shape (q,)
 
@@ -233,22 +232,23 @@ class Integral(abc.ABC):
         """Return the integral of a density over this rank's cells or facets."""
 
     @abc.abstractmethod
-    def residual(self, value: AtPoints | None, gradient: AtPoints | None) -> jax.Array | None:
-        """Return ∫ f0 N_a + f1 · ∇N_a, shape (n, n_basis, c)."""
+    def residual(
+        self, space: Space, value: AtPoints | None, gradient: AtPoints | None
+    ) -> jax.Array | None:
+        """Return ∫ f0 N_a + f1 · ∇N_a for the functions of a space, shape (n, n_basis, c)."""
 
     @abc.abstractmethod
-    def matrix(self, blocks: Blocks) -> jax.Array | None:
-        """Return the element matrices, shape (n, n_basis, c, n_basis, C)."""
+    def matrix(self, rows: Space, columns: Space, blocks: Blocks) -> jax.Array | None:
+        """Return the element matrices of two spaces, shape (n, n_basis, c, n_columns, C)."""
 
 
 class CellIntegral(Integral):
     """All cells of this rank, or those of a mask."""
 
-    def __init__(self, space: Space, degree: int, mask: np.ndarray | None) -> None:
-        self.space, self.mask, self.n = space, mask, space.mesh.n_cells
+    def __init__(self, mesh: Mesh, degree: int, mask: np.ndarray | None) -> None:
+        self.mask, self.n = mask, mesh.n_cells
         self.degree = degree
-        mesh = space.mesh
-        self.rule: Rule = space.cached(("rule", degree), lambda: cell_rule(mesh.cell_type, degree))
+        self.rule: Rule = mesh.cached(("rule", degree), lambda: cell_rule(mesh.cell_type, degree))
         self.geometry = mesh.cached(("geometry", degree), lambda: cell_geometry(mesh, self.rule))
         self.weights = self.rule.weights
 
@@ -293,8 +293,10 @@ class CellIntegral(Integral):
             values = values * jnp.asarray(self.rule.weights, dtype)
         return values.sum() * (1 if values.shape[0] == self.n else self.n)
 
-    def residual(self, value: AtPoints | None, gradient: AtPoints | None) -> jax.Array | None:
-        table, along = self.tables(self.space)
+    def residual(
+        self, space: Space, value: AtPoints | None, gradient: AtPoints | None
+    ) -> jax.Array | None:
+        table, along = self.tables(space)
         parts = []
         if value is not None:
             f = self._weighted(value).array
@@ -305,37 +307,37 @@ class CellIntegral(Integral):
             parts.append(jnp.einsum("eqcj,qaj->eac", f, self._table(along, f)))
         return self._for_all_cells(parts)
 
-    def matrix(self, blocks: Blocks) -> jax.Array | None:
-        table, along = self.tables(self.space)
+    def matrix(self, rows: Space, columns: Space, blocks: Blocks) -> jax.Array | None:
+        (table, along), (other, other_along) = self.tables(rows), self.tables(columns)
+        by_axis, other_by_axis = along.swapaxes(1, 2), other_along.swapaxes(1, 2)
         b, parts = blocks, []
         if b.value_value is not None:
             h = self._weighted(b.value_value).array  # (e, q, c, C)
-            both = table[:, :, None] * table[:, None, :]
+            both = table[:, :, None] * other[:, None, :]
             parts.append(self._products(h, both))
         if b.value_gradient is not None:
             h = self._weighted(b.value_gradient).array
             h = self._to_reference(h, 4)  # (e, q, c, C, l)
-            both = table[:, None, :, None] * along.swapaxes(1, 2)[:, :, None]
+            both = table[:, None, :, None] * other_by_axis[:, :, None]
             parts.append(self._products(h, both))
         if b.gradient_value is not None:
             h = self._weighted(b.gradient_value).array
             h = self._to_reference(h, 3)  # (e, q, c, j, C)
-            both = along.swapaxes(1, 2)[:, :, :, None] * table[:, None, None]
+            both = by_axis[:, :, :, None] * other[:, None, None]
             parts.append(self._products(h.swapaxes(3, 4), both))
         if b.gradient_gradient is not None:
             h = self._weighted(b.gradient_gradient).array
             h = self._to_reference(h, 3, 5)  # (e, q, c, j, C, l)
-            by_axis = along.swapaxes(1, 2)
-            both = by_axis[:, :, None, :, None] * by_axis[:, None, :, None, :]
+            both = by_axis[:, :, None, :, None] * other_by_axis[:, None, :, None, :]
             parts.append(self._products(h.swapaxes(3, 4), both))
         return self._for_all_cells(parts)
 
     def _products(self, h: jax.Array, both: np.ndarray) -> jax.Array:
         """Return Σ h (e, q, c, C, ...) both (q, ..., a, b): (e, a, c, b, C)."""
-        e, c, n = h.shape[0], h.shape[2], both.shape[-1]
-        table = self._table(both, h).reshape(-1, n * n)
-        h = jnp.moveaxis(h, 1, 3).reshape(e * c * c, -1)
-        sums = (h @ table).reshape(e, c, c, n, n)
+        e, (c, others), (n, m) = h.shape[0], h.shape[2:4], both.shape[-2:]
+        table = self._table(both, h).reshape(-1, n * m)
+        h = jnp.moveaxis(h, 1, 3).reshape(e * c * others, -1)
+        sums = (h @ table).reshape(e, c, others, n, m)
         return sums.transpose(0, 3, 1, 4, 2)
 
     def _to_reference(self, f: jax.Array, *axes: int) -> jax.Array:
@@ -373,9 +375,9 @@ class CellIntegral(Integral):
 class FacetIntegral(Integral):
     """A set of facets. Basis functions are those of the cells that have the facets."""
 
-    def __init__(self, space: Space, degree: int, facets: Facets) -> None:
-        mesh = space.mesh
-        self.space, self.n = space, facets.n_local
+    def __init__(self, degree: int, facets: Facets) -> None:
+        mesh = facets.mesh
+        self.n = facets.n_local
         self._rule = facet_rule(mesh.cell_type, degree)
         self.weights = self._rule.weights
         self._local = facets.local_facets
@@ -411,17 +413,19 @@ class FacetIntegral(Integral):
     def total(self, density: AtPoints) -> jax.Array:
         return (self._weighted(density)).sum()
 
-    def residual(self, value: AtPoints | None, gradient: AtPoints | None) -> jax.Array | None:
+    def residual(
+        self, space: Space, value: AtPoints | None, gradient: AtPoints | None
+    ) -> jax.Array | None:
         parts = []
         if value is not None:
             f = self._weighted(value)
-            parts.append(jnp.einsum("eqc,eqa->eac", f, self.tables(self.space, f.dtype)[0]))
+            parts.append(jnp.einsum("eqc,eqa->eac", f, self.tables(space, f.dtype)[0]))
         if gradient is not None:
             f = self._weighted(gradient)
-            parts.append(jnp.einsum("eqci,eqai->eac", f, self.tables(self.space, f.dtype)[1]))
+            parts.append(jnp.einsum("eqci,eqai->eac", f, self.tables(space, f.dtype)[1]))
         return sum(parts[1:], parts[0]) if parts else None
 
-    def matrix(self, blocks: Blocks) -> jax.Array | None:
+    def matrix(self, rows: Space, columns: Space, blocks: Blocks) -> jax.Array | None:
         sums = {
             "eqcC,eqa,eqb->eacbC": (blocks.value_value, 0, 0),
             "eqcCk,eqa,eqbk->eacbC": (blocks.value_gradient, 0, 1),
@@ -432,8 +436,8 @@ class FacetIntegral(Integral):
         for indices, (block, first, second) in sums.items():
             if block is not None:
                 h = self._weighted(block)
-                tables = self.tables(self.space, h.dtype)
-                parts.append(jnp.einsum(indices, h, tables[first], tables[second]))
+                row_tables, column_tables = (self.tables(s, h.dtype) for s in (rows, columns))
+                parts.append(jnp.einsum(indices, h, row_tables[first], column_tables[second]))
         return sum(parts[1:], parts[0]) if parts else None
 
     def _weighted(self, f: AtPoints) -> jax.Array:

@@ -17,7 +17,9 @@ from scipy.sparse.csgraph import connected_components
 from mpigrad.collective_errors import raise_on_all_ranks
 from mpigrad.extend import as_array, jit_local, two_norms
 from mpigrad.fem.equation import Equation
+from mpigrad.fem.field_solving import solve_fields
 from mpigrad.fem.mesh import Mesh
+from mpigrad.fem.mixed import Mixed
 from mpigrad.fem.space import Space
 from mpigrad.operations import require
 from mpigrad.solution import Solution
@@ -165,6 +167,7 @@ def solve(
     atol: float = 0.0,
     max_steps: int | None = None,
     nullspace: Any = None,
+    schur: Equation | None = None,
     throw: bool = True,
 ) -> Solution:
     """Find the field whose residual is zero at all unknowns that are not fixed (collective).
@@ -179,9 +182,10 @@ def solve(
         The forms with their parameters.
     fixed
         True for each own unknown with a Dirichlet condition, a mask of NumPy in the shape of a
-        field: `space.fixed(...)`. Default: none.
+        field: `space.fixed(...)`. Default: none. With `Mixed` spaces a dictionary by names.
     values
-        The values there: a scalar, or a field (read at fixed unknowns only).
+        The values there: a scalar, or a field (read at fixed unknowns only). With `Mixed` spaces a
+        dictionary by names.
     u0
         The first guess, a field. No derivative is taken with respect to it. Default: zero.
     solver
@@ -197,7 +201,12 @@ def solve(
         displacement (translations and infinitesimal rotations, made of the coordinates), a field,
         a list of fields, or a `sparse.NullSpace` of them. By name it is what `fixed` leaves free,
         in each piece of the mesh. The solution is orthogonal to it, as a vector of unknowns, and
-        the loads must be in balance. Fields must be zero at fixed unknowns.
+        the loads must be in balance. Fields must be zero at fixed unknowns. With `Mixed` spaces a
+        dictionary, such as {"pressure": "constants"}.
+    schur
+        For `Mixed` spaces whose last field has no block of its own: an equation of this field,
+        whose Jacobian is close to the Schur complement (`sparse.Blocks`): for Stokes flow the mass
+        of the pressure divided by the viscosity.
     throw
         Raise an error on every rank if no solution is found.
 
@@ -240,6 +249,13 @@ def solve(
     linear = equation.is_linear
     if linear:
         _check_linear(solver, rtol=rtol, atol=atol or None, max_steps=max_steps)
+    if isinstance(space, Mixed):
+        return solve_fields(
+            equation, fixed, values, u0, solver=solver, linear=linear, rtol=rtol, atol=atol,
+            max_steps=max_steps, nullspace=nullspace, schur=schur, throw=throw,
+        )  # fmt: skip
+    if schur is not None:
+        raise ValueError("fem.solve: schur= is for Mixed spaces, got one field. Leave it out.")
     mask = fixed_mask(space, fixed)
     _check_field(space, "values", values)
     _check_field(space, "u0", u0)
@@ -399,7 +415,7 @@ def _dtypes(equation: Equation) -> list[Any]:
 
 def equation_solver(equation: Equation, dtype: Any, rtol: float) -> LinearSolver:
     """Return the default solver of an equation."""
-    space = equation.space
+    space = equation.one_field("equation_solver")
     elastic = space.components == space.mesh.dim
     amg = BoomerAMG(unknowns_per_cell=space.components, near_null=elastic)
     return default_solver(rtol, symmetric=equation.symmetric, dtype=dtype, multigrid=amg)

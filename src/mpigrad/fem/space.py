@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -283,16 +283,33 @@ class Space:
         The unknown of component c at node n is n * components + c. If there is a component for
         each axis, the pattern has the rotations as `near_null`.
         """
-        numbers = self.nodes.numbers[self.cell_nodes][:, :, None] * self.components
-        unknowns = numbers + np.arange(self.components)
         pattern = Pattern.from_elements(
-            unknowns.reshape(len(unknowns), -1),
-            self.nodes.n_local * self.components,
-            self.mesh.comm,
+            self.cell_unknowns, self.nodes.n_local * self.components, self.mesh.comm
         )
         if self.components == self.mesh.dim:
             pattern.near_null = self._rotations()
         return pattern
+
+    @property
+    def cell_unknowns(self) -> NDArray[np.int64]:
+        """The global numbers of the unknowns of each cell, (n_cells, n_basis * components)."""
+        numbers = self.nodes.numbers[self.cell_nodes][:, :, None] * self.components
+        unknowns = numbers + np.arange(self.components)
+        return unknowns.reshape(len(unknowns), -1)
+
+    @property
+    def fields(self) -> tuple[Space, ...]:
+        """The spaces of the fields of an equation: this one. `Mixed` has several."""
+        return (self,)
+
+    def unwrapped(self, u: Any) -> tuple[Any, ...]:
+        """Return an unknown as a tuple of fields."""
+        return (u,)
+
+    def wrapped(self, fields: Sequence[Any]) -> Any:
+        """Return what `unwrapped` takes."""
+        (u,) = fields
+        return u
 
     def _rotations(self) -> NDArray[np.float64]:
         """Return rotations about the origin, shape (unknowns, 1 or 3)."""

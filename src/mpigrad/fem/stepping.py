@@ -98,7 +98,7 @@ def integrate(
     >>> 0.2 < float(solution.value[-1].max()) < 0.5  # 1/2 at last
     True
     """
-    space = mass.space
+    space = mass.one_field("fem.integrate")
     if not mass.is_linear:
         raise ValueError(
             "fem.integrate: mass must be linear, got an equation that is not. Take a linear law."
@@ -200,6 +200,7 @@ def theta_step(
             f"fem.theta_step: theta must be from 0 to 1, got {theta}. Give 0.5 for Crank–Nicolson, "
             "or 1 for backward Euler."
         )
+    mass.one_field("fem.theta_step")
     u = jnp.asarray(u)
     rate = 1.0 / dt
     load = -rate * mass.residual(u)
@@ -240,7 +241,7 @@ def start_motion(
     >>> round(float(fem.start_motion(mass, weight, 0.0).acceleration[0]), 3)
     -9.81
     """
-    shape = mass.space.shape
+    shape = mass.one_field("fem.start_motion").shape
     u, v = (jnp.broadcast_to(jnp.asarray(x) * 1.0, shape) for x in (displacement, velocity))
     forces = equation.residual(u)
     if damping is not None:
@@ -318,6 +319,7 @@ def newmark_step(
             f"fem.newmark_step: beta must be positive, got {beta}. For explicit steps divide "
             "-equation.residual(u) by mass.lumped()."
         )
+    mass.one_field("fem.newmark_step")
     u, v, a = state
     guess = u + dt * v + dt**2 * (0.5 - beta) * a  # the part that is known at the start
     speed = v + dt * (1 - gamma) * a

@@ -103,6 +103,11 @@ class Blocks:
         return tuple(tuple(b and b.pattern for b in row) for row in self.blocks)
 
     @property
+    def pattern(self) -> Pattern:
+        """The pattern of `merged`."""
+        return _layout(self.patterns).pattern
+
+    @property
     def local_sizes(self) -> tuple[int, ...]:
         """The number of this rank's rows of each field."""
         return _layout(self.patterns).sizes
@@ -139,6 +144,47 @@ class Blocks:
             layout.pattern, jnp.concatenate([*(v.astype(dtype) for v in present), *zeros])
         )
 
+    def at_boundary(
+        self, fixed: Sequence[Any], b: Sequence[Any], values: Sequence[Any] | float = 0.0
+    ) -> tuple[Blocks, tuple[jax.Array, ...]]:
+        """Prescribe the solution in some rows: `Matrix.at_boundary` for fields (collective).
+
+        Parameters
+        ----------
+        fixed
+            True for the prescribed rows of each field, as NumPy arrays of shape (n_local,).
+        b, values
+            The right-hand side, and the prescribed values: fields, or zero.
+
+        Returns
+        -------
+        The blocks with rows and columns eliminated, and the right-hand side. `schur` gets rows of
+        the identity, too.
+        """
+        masks = [np.asarray(mask) for mask in fixed]
+        comm, n = self.pattern.comm, range(len(self.blocks))
+        given = [0 * as_array(v) for v in b] if isinstance(values, float | int) else list(values)
+        known = [jnp.where(m, v, 0) for m, v in zip(masks, given, strict=True)]
+        rest = tuple(as_array(v) for v in b)
+        if not isinstance(values, float | int):
+            rest = tuple(v - w for v, w in zip(rest, self @ known, strict=True))
+        rest = tuple(jnp.where(m, v, w) for m, v, w in zip(masks, known, rest, strict=True))
+        used = comm.mpi.allreduce(np.array([m.any() for m in masks], int)) > 0
+
+        def block(i: int, j: int) -> Matrix | None:
+            here = self.blocks[i][j]
+            if i == j:
+                return _with_ones(here, masks[i], self) if used[i] else here
+            if here is None:
+                return None
+            here = here.scale_rows((~masks[i]).astype(here.dtype)) if used[i] else here
+            return here.scale_columns((~masks[j]).astype(here.dtype)) if used[j] else here
+
+        schur = self.schur
+        if schur is not None and used[-1]:
+            schur = _with_ones(schur, masks[-1], self)
+        return Blocks([[block(i, j) for j in n] for i in n], schur), rest
+
     def of_field(self, k: int, matrix: Matrix) -> Matrix:
         """Return a matrix with a pattern of its own for field k, for solvers.
 
@@ -172,6 +218,20 @@ class Blocks:
 
     def __repr__(self) -> str:
         return f"Blocks({[list(row) for row in self.blocks]!r}, schur={self.schur!r})"
+
+
+def _with_ones(block: Matrix | None, mask: np.ndarray, of: Blocks) -> Matrix:
+    """Return a block on the diagonal with rows and columns of the identity."""
+    if block is not None:
+        return block.at_boundary(mask, jnp.zeros(len(mask), block.dtype))[0]
+    patterns = of.pattern.derived.setdefault("diagonals", {})
+    n, comm = len(mask), of.pattern.comm
+    counts = tuple(comm.mpi.allgather(n))
+    if counts not in patterns:
+        own = sum(counts[: comm.rank]) + np.arange(n)
+        patterns[counts] = Pattern.from_coo(own, own, n, comm)
+    dtype = next(b.dtype for row in of.blocks for b in row if b is not None)
+    return Matrix(patterns[counts], jnp.asarray(mask, dtype))
 
 
 @dataclasses.dataclass(frozen=True)

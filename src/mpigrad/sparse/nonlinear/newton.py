@@ -32,9 +32,17 @@ from mpigrad.extend import (
     without_carriers,
 )
 from mpigrad.solution import Solution
+from mpigrad.sparse.matrix.blocks import Blocks
 from mpigrad.sparse.matrix.matrix import Matrix
 from mpigrad.sparse.matrix.pattern import Pattern
-from mpigrad.sparse.nonlinear.newton_steps import INFO, Problem, iterate, require_solution, summary
+from mpigrad.sparse.nonlinear.newton_steps import (
+    INFO,
+    Problem,
+    iterate,
+    require_solution,
+    solve_flat,
+    summary,
+)
 from mpigrad.sparse.nonlinear.sparse_jacobian import sparse_jacobian
 from mpigrad.sparse.solvers.methods import GMRES, LinearSolver, default_solver
 from mpigrad.sparse.solvers.nullspace import (
@@ -45,7 +53,6 @@ from mpigrad.sparse.solvers.nullspace import (
     without_nullspace,
 )
 from mpigrad.sparse.solvers.operator_solve import linearized, operator_solve_p
-from mpigrad.sparse.solvers.solve import solve
 
 __all__ = ["newton"]
 
@@ -59,7 +66,7 @@ def newton(
     args: tuple[Any, ...] | list[Any] = (),
     *,
     pattern: Pattern | None = None,
-    jacobian: Callable[..., Matrix] | None = None,
+    jacobian: Callable[..., Matrix | Blocks] | None = None,
     rtol: float = 1e-8,
     atol: float = 0.0,
     max_steps: int = 50,
@@ -91,8 +98,9 @@ def newton(
         The pattern of dF/dx. Its rows and columns are the entries of x in C order on each rank. The
         Jacobian is then computed by `sparse_jacobian`.
     jacobian
-        Or the Jacobian itself: jacobian(x, *args) -> Matrix. It must be the exact derivative, which
-        is checked along a random vector in each step. Without `pattern` and `jacobian`, the linear
+        Or the Jacobian itself: jacobian(x, *args) -> Matrix, or `Blocks`, whose fields follow each
+        other in x. It must be the exact derivative, which is checked along a random vector in each
+        step. Without `pattern` and `jacobian`, the linear
         systems are solved matrix-free, with derivatives of F along vectors.
     rtol, atol
         Stop when |F(x)| <= max(atol, rtol |F(x0)|), in the two-norm over all ranks. Give `atol`
@@ -155,11 +163,11 @@ def newton(
             )
         return y.reshape(-1)
 
-    def matrix(x: Any, *leaves: Any) -> Matrix:
+    def matrix(x: Any, *leaves: Any) -> Matrix | Blocks:
         A = jacobian(x.reshape(x0.shape), *jax.tree.unflatten(structure, leaves))  # type: ignore
-        if not isinstance(A, Matrix):
+        if not isinstance(A, Matrix | Blocks):
             raise TypeError(
-                f"newton: jacobian must return a Matrix, got {type(A).__name__}. Return "
+                f"newton: jacobian must return a Matrix or Blocks, got {type(A).__name__}. Return "
                 "Matrix(pattern, values)."
             )
         return A
@@ -167,11 +175,11 @@ def newton(
     if jacobian is None and pattern is not None:
         jacobian = sparse_jacobian(F, pattern)
     F_jaxpr, F_constants, _ = _traced(residual, flat, leaves)
-    J_jaxpr, J_constants = None, []
+    J_jaxpr, J_constants, tree = None, [], None
     if jacobian is not None:
         J_jaxpr, J_constants, shape = _traced(matrix, flat, leaves)
         _check_pattern(shape.pattern, flat)
-        pattern = shape.pattern
+        pattern, tree = shape.pattern, jax.tree.structure(shape)
         if comm is not None and comm.slot != shape.pattern.comm.slot:
             raise ValueError(
                 "newton: comm is not the communicator of the Jacobian, which decides. Leave comm "
@@ -184,6 +192,7 @@ def newton(
         pattern,
         resolve(comm) if pattern is None else pattern.comm,
         _chosen(solver, pattern, flat.dtype),
+        tree,
     )
     space, null = None, without_nullspace(flat.dtype)
     if nullspace is not None:
@@ -356,7 +365,7 @@ def _differentiate(
         probe = noise(problem.comm.rank << 20, x.shape[0], x.dtype, 2654435761)
         forward, at_x, _ = linearized(problem.along(x, parameters), probe, link)
     else:
-        at_x = [problem.J(link, x, parameters)]
+        at_x = problem.J(link, x, parameters)
 
     def tangent(saved: Any, tangents: Sequence[Any]) -> list[Any]:
         constants, at_x, null, link = saved
@@ -371,8 +380,9 @@ def _differentiate(
         if forward is None:
             assert problem.pattern is not None
             with set_carrier(link):
-                A = Matrix(problem.pattern, at_x[0])
-                dx = solve(A, rhs, problem.solver, nullspace=from_orthonormal(null)).value
+                A = jax.tree.unflatten(problem.tree, at_x)
+                space = from_orthonormal(null)
+                dx = solve_flat(A, rhs, problem.solver, nullspace=space, throw=True).value
         else:
             nothing = jnp.zeros(3, rhs.dtype), rhs, jnp.zeros_like(rhs), null, link
             dx, *_ = operator_solve_p.bind(

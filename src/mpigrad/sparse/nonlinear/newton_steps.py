@@ -14,16 +14,16 @@ from jax.core import eval_jaxpr
 from mpigrad.communicator import Communicator
 from mpigrad.extend import mark_common_branch, noise, outer_carrier, two_norms
 from mpigrad.operations import require
-from mpigrad.solution import Result
-from mpigrad.sparse.matrix.matrix import Matrix
+from mpigrad.solution import Result, Solution
+from mpigrad.sparse.matrix.blocks import Blocks
 from mpigrad.sparse.matrix.pattern import Pattern
 from mpigrad.sparse.solvers.krylov import RUNNING
 from mpigrad.sparse.solvers.methods import LinearSolver
-from mpigrad.sparse.solvers.nullspace import from_orthonormal, projected
+from mpigrad.sparse.solvers.nullspace import NullSpace, from_orthonormal, projected
 from mpigrad.sparse.solvers.operator_solve import Operator
 from mpigrad.sparse.solvers.solve import solve
 
-__all__ = ["INFO", "Problem", "iterate", "require_solution", "summary"]
+__all__ = ["INFO", "Problem", "iterate", "require_solution", "solve_flat", "summary"]
 
 INFO = 7
 _LINK = np.float32(0)
@@ -44,6 +44,7 @@ class Problem:
     pattern: Pattern | None
     comm: Communicator
     solver: LinearSolver
+    tree: Any  # of the Jacobian, a Matrix or Blocks
 
     def F(self, link: Any, x: Any, parameters: Sequence[Any]) -> Any:
         """Return F(x)."""
@@ -52,10 +53,10 @@ class Problem:
         return eval_jaxpr(self.F_jaxpr, (), *constants, link, x, *leaves)[0]
 
     def J(self, link: Any, x: Any, parameters: Sequence[Any]) -> Any:
-        """Return the values of the Jacobian."""
+        """Return the values of the Jacobian, a list."""
         n, m = self.counts
         constants, leaves = parameters[n : n + m], parameters[n + m :]
-        return eval_jaxpr(self.J_jaxpr, (), *constants, link, x, *leaves)[0]
+        return eval_jaxpr(self.J_jaxpr, (), *constants, link, x, *leaves)
 
     def along(self, x: Any, parameters: Sequence[Any]) -> Callable[[Any], Any]:
         """Return v -> J v. Every message has its derivative, even if F ignores x on this rank."""
@@ -67,6 +68,22 @@ class Problem:
             return jax.jvp(at, (outer_carrier(), x), (_LINK, v))[1]
 
         return product
+
+
+def solve_flat(
+    A: Any, b: jax.Array, solver: LinearSolver, *, nullspace: NullSpace | None, throw: bool
+) -> Solution:
+    """Solve with a matrix, a function or blocks, whose fields follow each other in b and x."""
+    if not isinstance(A, Blocks):
+        return solve(A, b, solver, nullspace=nullspace, throw=throw)
+    if nullspace is not None:
+        vectors, left = (
+            None if v is None else [A.split(z) for z in v]
+            for v in (nullspace.vectors, nullspace.left)
+        )
+        nullspace = dataclasses.replace(nullspace, vectors=vectors, left=left)
+    solution = solve(A, A.split(b), solver, nullspace=nullspace, throw=throw)
+    return dataclasses.replace(solution, value=A.joined(solution.value))
 
 
 class _Iterate(NamedTuple):
@@ -109,13 +126,14 @@ def iterate(
         if problem.pattern is None:
             A = Operator(along, comm=comm)
         else:
-            A = Matrix(problem.pattern, problem.J(_LINK, x, parameters))
+            A = jax.tree.unflatten(problem.tree, problem.J(_LINK, x, parameters))
             probe = noise(problem.pattern.offset, x.shape[0], dtype, 2654435761)
             product = along(probe)
-            defect, size = two_norms(A @ probe - product, product, comm=comm)
+            whole = A.merged() if isinstance(A, Blocks) else A
+            defect, size = two_norms(whole @ probe - product, product, comm=comm)
             wrong = defect > jnp.finfo(dtype).eps ** 0.5 * size
         space = from_orthonormal(null)
-        solution = solve(A, r, problem.solver, nullspace=space, throw=False)
+        solution = solve_flat(A, r, problem.solver, nullspace=space, throw=False)
         result = jnp.where(wrong, Result.WRONG_JACOBIAN, solution.result).astype(dtype)
         linear = jnp.stack([result, solution.stats["relative_residual"]])
         return solution.value, solution.stats["num_steps"], linear
