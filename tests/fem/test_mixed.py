@@ -50,8 +50,8 @@ def test_poiseuille(comm):
     assert equation.is_linear
     assert not equation.symmetric
     solution = fem.solve(
-        equation, {"velocity": flow.walls}, {"velocity": profile}, schur=flow.mass(one),
-        solver=SOLVER, nullspace=NULL,
+        equation, {"velocity": flow.walls}, {"velocity": profile}, {"pressure": 5.0},
+        schur=flow.mass(one), solver=SOLVER, nullspace=NULL,
     )  # fmt: skip
     u = solution.value
     close(u.velocity, profile, 1e-9)
@@ -104,7 +104,7 @@ def test_navier_stokes(comm):
         lambda x: np.stack([4 * x[:, 0] * (1 - x[:, 0]) * (x[:, 1] > 0.99), 0 * x[:, 0]], 1)
     )
     assert not form(1.0).is_linear
-    solver = GMRES(rtol=1e-12, restart=60, preconditioner=None)
+    solver = GMRES(rtol=1e-12, restart=60)  # without a preconditioner
 
     @mg.jit
     def loss(re):
@@ -155,6 +155,19 @@ def test_orders_of_convergence(comm):
         errors.append(np.sqrt(mg.allreduce(jnp.stack(squares))))
     rates = np.log2(np.array(errors[:-1]) / np.array(errors[1:]))
     assert (rates[-1] > [2.9, 1.9]).all()
+
+
+def test_equal_degrees_with_a_stiffness(comm):
+    """Two Laplacians in place of a biharmonic operator: a field without a block of its own."""
+    mesh = fem.box((4, 4), (1.0, 1.0), comm=comm)
+    space = fem.Space(mesh)
+    both = fem.Mixed(w=space, u=space)
+    energy = fem.Energy(both, lambda p: 0.5 * p.w.u**2 - p.w.grad @ p.u.grad + p.u.u)
+    edge = np.any([space.fixed(side) for side in ("xmin", "xmax", "ymin", "ymax")], axis=0)
+    solver = GMRES(rtol=1e-12, restart=60)
+    u = fem.solve(energy(), {"u": edge, "w": edge}, solver=solver).value
+    w = fem.solve(fem.Energy(space, lambda p: 0.5 * p.grad @ p.grad - p.u)(), edge, rtol=1e-10)
+    close(u.w, w.value, 1e-8)
 
 
 def test_errors_name_what_is_wrong(comm):

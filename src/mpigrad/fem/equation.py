@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from numpy.typing import NDArray
 
 from mpigrad.extend import as_array, jit_local, tie_in
 from mpigrad.fem.integrals import cell_values, sum_over_cells
@@ -70,6 +71,11 @@ class Equation:
             other = Equation(self.space, (), self._load(other))
         if not isinstance(other, Equation):
             return NotImplemented
+        if isinstance(self.space, Mixed) and other.space in self.space.fields:
+            raise ValueError(
+                f"Equation: expected a form of {self.space}, got one of its field's space. Make it "
+                "on the Mixed space, where the field has its name."
+            )
         if other.space is not self.space:
             raise ValueError(
                 f"Equation: expected forms of the same space, got {self.space} and {other.space}. "
@@ -126,16 +132,33 @@ class Equation:
     @property  # of the present values of what the forms read
     def is_linear(self) -> bool:
         """True if the residual is affine in the field, as far as this can be seen."""
-        shapes = [(*s.cell_nodes.shape, s.components) for s in self.space.fields]
 
         def ask(u: Any) -> Any:
             answers.extend(t.form.is_linear(u, t.args, t.kwargs) for t in self.terms)
             return u
 
         answers: list[bool] = []
-        dtype = jnp.result_type(float)
-        jax.eval_shape(ask, [jax.ShapeDtypeStruct(shape, dtype) for shape in shapes])
+        jax.eval_shape(ask, self._element_shapes())
         return all(answers)
+
+    def couplings(self) -> NDArray[np.bool_]:
+        """Return which derivatives of pairs of fields are not seen to be zero, shape (n, n, 4).
+
+        The last axis has those of f0 and f1 in the value and the gradient, as `integrals.Blocks`.
+        """
+        n = len(self.space.fields)
+        found = [np.zeros((n, n, 4), bool)]
+
+        def ask(u: Any) -> Any:
+            found.extend(t.form.coupled(u, t.args, t.kwargs) for t in self.terms)
+            return u
+
+        jax.eval_shape(ask, self._element_shapes())
+        return np.array(np.stack(found).any(axis=0))
+
+    def _element_shapes(self) -> list[jax.ShapeDtypeStruct]:
+        shapes = [(*s.cell_nodes.shape, s.components) for s in self.space.fields]
+        return [jax.ShapeDtypeStruct(shape, jnp.result_type(float)) for shape in shapes]
 
     def integral(self, u: Any = None) -> jax.Array:
         """Return this rank's share of the sum of the energies (collective).
@@ -178,7 +201,7 @@ class Equation:
         One value for each own unknown, in the shape of u.
         """
         here = self._in_cells(self._fields(u))
-        totals: list[Any] = [_zeros(v, v.shape) for v in here]  # active without facets, too
+        totals: list[Any] = [_zeros(here, v.shape) for v in here]  # active without facets, too
         for term in self.terms:
             totals = self._add(term, totals, lambda t=term: t.form.residual(here, t.args, t.kwargs))
         sums = [sum_over_cells(s, t) for s, t in zip(self.space.fields, totals, strict=True)]
@@ -205,13 +228,10 @@ class Equation:
         n = range(len(here))
         coupled = np.ones((1, 1), bool)
         if isinstance(space, Mixed):
-            forms = [t.form.coupled(here, t.args, t.kwargs) for t in self.terms]
-            coupled = np.any([np.zeros((len(n),) * 2, bool), *forms], axis=0)
+            coupled = np.array(self.couplings().any(axis=2))
         present = [(i, j) for i in n for j in n if coupled[i, j]]
         sizes = [v.shape[1] * v.shape[2] for v in here]
-        totals: list[Any] = [
-            _zeros(here[i], (len(here[i]), sizes[i], sizes[j])) for i, j in present
-        ]
+        totals: list[Any] = [_zeros(here, (len(here[i]), sizes[i], sizes[j])) for i, j in present]
         for term in self.terms:
 
             def matrices(t: Term = term) -> list[Any]:
@@ -254,7 +274,7 @@ class Equation:
         """
         space = self.one_field("Equation.lumped")
         (here,) = self._in_cells(self._fields(u))
-        totals: list[Any] = [_zeros(here, here.shape)]
+        totals: list[Any] = [_zeros([here], here.shape)]
         for term in self.terms:
             totals = self._add(term, totals, lambda t=term: [_lumped(t, here)])
         return sum_over_cells(space, totals[0])
@@ -317,8 +337,9 @@ def _added(a: Any, b: Any) -> Any:
 
 
 @jit_local(static_argnames=("shape",), inline=True)
-def _zeros(here: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    return tie_in(jnp.zeros(shape, here.dtype), here)
+def _zeros(here: list[jax.Array], shape: tuple[int, ...]) -> jax.Array:
+    """Return zeros that are active if any field is, also where this rank has nothing to add."""
+    return functools.reduce(tie_in, here, jnp.zeros(shape, here[0].dtype))
 
 
 @jit_local(inline=True)

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from numpy.typing import NDArray
 
+from mpigrad.collective_errors import raise_on_all_ranks
 from mpigrad.extend import as_array, two_norms
 from mpigrad.fem.equation import Equation
 from mpigrad.fem.mixed import Mixed
@@ -52,34 +53,17 @@ def solve_fields(
     space = equation.space
     assert isinstance(space, Mixed)
     masks = space.masks(fixed)
-    given = _given(space, values)
-    start = [jnp.zeros(s.shape) for s in space.fields]
-    if u0 is not None:
-        start = [jax.lax.stop_gradient(as_array(v)) for v in space.unwrapped(u0)]
-    start = [jnp.where(m, g, v) for m, g, v in zip(masks, given, start, strict=True)]
-    rtol = 1e-8 if rtol is None else rtol
+    given = _fields(space, "values", values)
+    first = [jax.lax.stop_gradient(v) for v in _fields(space, "u0", u0)]
+    start = [jnp.where(m, g, v) for m, g, v in zip(masks, given, first, strict=True)]
+    if rtol is None:
+        rtol = 1e-5 if jnp.result_type(*start) == np.float32 else 1e-8
     complement = _complement(space, schur)
     if solver is None:
         solver = _default_solver(space, complement, rtol)
     flat_masks = [m.reshape(-1) for m in masks]
     null = None if nullspace is None else _null_space(space, masks, nullspace)
-
-    def jacobian(u: list[Any], check: bool) -> Blocks:
-        K = Blocks(equation.jacobian(space.wrapped(u)).blocks, complement)
-        if check:
-            _check_degrees(space, K)
-        b = [jnp.zeros(m.size, v.dtype) for m, v in zip(masks, u, strict=True)]
-        K = K.at_boundary(flat_masks, b)[0]
-        if check:
-            _require_unique(space, K, masks, null)
-        return K
-
-    if linear:
-        r = equation.residual(space.wrapped(start))
-        b = tuple(jnp.where(m, 0, -v).reshape(-1) for m, v in zip(masks, r, strict=True))
-        solution = solve_linear(jacobian(start, True), b, solver, nullspace=null, throw=throw)
-        found = [v + x.reshape(v.shape) for v, x in zip(start, solution.value, strict=True)]
-        return dataclasses.replace(solution, value=space.wrapped(found))
+    flat_null = null and _joined(null)
 
     ends = np.cumsum([m.size for m in masks])[:-1]
 
@@ -87,8 +71,24 @@ def solve_fields(
         parts = jnp.split(x, ends)
         return [v.reshape(s.shape) for v, s in zip(parts, space.fields, strict=True)]
 
-    def joined(fields: Any) -> jax.Array:
-        return jnp.concatenate([jnp.reshape(v, -1) for v in fields])
+    def jacobian(u: list[Any], check: bool) -> Blocks:
+        K = Blocks(equation.jacobian(space.wrapped(u)).blocks, complement)
+        if check:
+            _check_degrees(space, K, equation.couplings())
+        b = [jnp.zeros(m.size, v.dtype) for m, v in zip(masks, u, strict=True)]
+        K = K.at_boundary(flat_masks, b)[0]
+        if check:
+            _require_unique(space, K, masks, flat_null)
+        return K
+
+    if linear:
+        r = equation.residual(space.wrapped(start))
+        b = tuple(jnp.where(m, 0, -v).reshape(-1) for m, v in zip(masks, r, strict=True))
+        solution = solve_linear(jacobian(start, True), b, solver, nullspace=null, throw=throw)
+        found = [v + x.reshape(v.shape) for v, x in zip(start, solution.value, strict=True)]
+        if flat_null is not None and u0 is not None:
+            found = apart(flat_null.remove_from(_flat(found), space.mesh.comm))
+        return dataclasses.replace(solution, value=space.wrapped(found))
 
     def inserted(x: jax.Array) -> list[jax.Array]:
         return [jnp.where(m, g, v) for m, g, v in zip(masks, given, apart(x), strict=True)]
@@ -96,38 +96,47 @@ def solve_fields(
     def residual(x: jax.Array) -> jax.Array:
         r = equation.residual(space.wrapped(inserted(x)))
         parts = zip(masks, apart(x), given, r, strict=True)
-        return joined([jnp.where(m, v - g, f) for m, v, g, f in parts])
+        return _flat([jnp.where(m, v - g, f) for m, v, g, f in parts])
 
     jacobian(start, True)
-    flat_null = None
-    if null is not None:
-        left = null.left and [joined(z) for z in null.left]
-        flat_null = NullSpace([joined(z) for z in null.vectors], left, null.project)
     solution = newton(
-        residual, jax.lax.stop_gradient(joined(start)), solver,
+        residual, jax.lax.stop_gradient(_flat(start)), solver,
         jacobian=lambda x: jacobian(inserted(x), False), rtol=rtol, atol=atol,
         max_steps=50 if max_steps is None else max_steps, nullspace=flat_null, throw=throw,
     )  # fmt: skip
     return dataclasses.replace(solution, value=space.wrapped(apart(solution.value)))
 
 
-def _given(space: Mixed, values: Any) -> list[jax.Array]:
-    """Return the prescribed values as fields."""
-    scalar = not isinstance(values, Mapping | tuple) and jnp.ndim(values) == 0
-    each = (values,) * len(space.fields) if scalar else space.by_name(values, 0.0, _VALUES)
-    for name, s, v in zip(space.names, space.fields, each, strict=True):
-        if np.shape(v) not in ((), s.shape):
-            raise ValueError(
-                f"{_VALUES} of {name} must be a number or a field of shape {s.shape} on rank "
-                f"{space.mesh.comm.rank}, got shape {np.shape(v)}. Make it by interpolate(...)."
-            )
-    return [
-        jnp.broadcast_to(jnp.asarray(v, float), s.shape)
-        for s, v in zip(space.fields, each, strict=True)
-    ]
+def _flat(fields: Any) -> jax.Array:
+    return jnp.concatenate([jnp.reshape(v, -1) for v in fields])
 
 
-_VALUES = "fem.solve: values"
+def _joined(null: NullSpace) -> NullSpace:
+    """Return a null space of tuples as one of vectors, in which the fields follow each other."""
+    left = None if null.left is None else [_flat(z) for z in null.left]
+    return NullSpace([_flat(z) for z in null.vectors], left, null.project)
+
+
+def _fields(space: Mixed, what: str, given: Any) -> list[jax.Array]:
+    """Return a number, or numbers and fields by name, as fields."""
+    arrays = []
+    with raise_on_all_ranks(space.mesh.comm):
+        each: Any = given
+        if given is not None and not isinstance(given, Mapping | tuple) and np.ndim(each) == 0:
+            each = (given,) * len(space.fields)
+        else:
+            each = space.by_name(given, 0.0, f"fem.solve: {what}")
+        for name, s, v in zip(space.names, space.fields, each, strict=True):
+            if np.shape(v) not in ((), s.shape):
+                raise ValueError(
+                    f"fem.solve: {what} of {name} must be a number or a field of shape {s.shape} "
+                    f"on rank {space.mesh.comm.rank}, got shape {np.shape(v)}. Make it by "
+                    "space.interpolate(...)."
+                )
+            arrays.append(as_array(v))
+    dtype = jnp.result_type(float, *arrays)
+    pairs = zip(arrays, space.fields, strict=True)
+    return [jnp.broadcast_to(v.astype(dtype), s.shape) for v, s in pairs]
 
 
 def _complement(space: Mixed, schur: Equation | None) -> Matrix | None:
@@ -155,13 +164,16 @@ def _default_solver(space: Mixed, complement: Matrix | None, rtol: float) -> Lin
 def _null_space(space: Mixed, masks: tuple[NDArray[np.bool_], ...], nullspace: Any) -> NullSpace:
     """Return the null space as tuples of flat fields."""
     given = nullspace if isinstance(nullspace, NullSpace) else NullSpace(nullspace)
+    free = _free(space, masks)
 
     def flat(fields: Any) -> tuple[jax.Array, ...]:
         return tuple(as_array(v).reshape(-1) for v in fields)
 
     def vectors(each: Any) -> Any:
-        if each is None or not isinstance(each, Mapping):
-            return each and [flat(v) for v in (each if isinstance(each, list) else [each])]
+        if each is None:
+            return None
+        if isinstance(each, list | tuple):
+            return [flat(v) for v in (each if isinstance(each, list) else [each])]
         found = []
         for k, what in enumerate(space.by_name(each, None, "fem.solve: nullspace")):
             if what is None:
@@ -171,11 +183,19 @@ def _null_space(space: Mixed, masks: tuple[NDArray[np.bool_], ...], nullspace: A
                     f"fem.solve: nullspace of {space.names[k]} must be 'constants', got {what!r}. "
                     "Give tuples of fields for others."
                 )
-            for c in range(space.fields[k].components):
-                found.append(flat(_constant(space, k, c)))
+            found += [flat(_constant(space, k, c)) for c in free[k]]
         return found
 
     return NullSpace(vectors(given.vectors), vectors(given.left), given.project)
+
+
+def _free(space: Mixed, masks: tuple[NDArray[np.bool_], ...]) -> list[NDArray[np.intp]]:
+    """Return for each field the components without fixed unknowns on any rank."""
+    pairs = zip(masks, space.fields, strict=True)
+    used = [mask.reshape(-1, s.components).any(axis=0) for mask, s in pairs]
+    counts = space.mesh.comm.mpi.allreduce(np.concatenate(used).astype(int))
+    ends = np.cumsum([s.components for s in space.fields])[:-1]
+    return [np.flatnonzero(part == 0) for part in np.split(counts, ends)]
 
 
 def _constant(space: Mixed, field: int, component: int) -> list[NDArray[np.float64]]:
@@ -185,12 +205,16 @@ def _constant(space: Mixed, field: int, component: int) -> list[NDArray[np.float
     return fields
 
 
-def _check_degrees(space: Mixed, K: Blocks) -> None:
-    """Raise an error if a field without a block of its own has partners of no higher degree."""
+def _check_degrees(space: Mixed, K: Blocks, couplings: NDArray[np.bool_]) -> None:
+    """Raise an error if a field is a multiplier whose partners have no higher degree.
+
+    It has no block of its own, and no partner whose gradient meets that of its test function, as in
+    a stiffness, which is stable with equal degrees.
+    """
     for k, name in enumerate(space.names):
-        if K.blocks[k][k] is not None:
-            continue
         partners = [j for j in range(len(space.names)) if K.blocks[k][j] is not None]
+        if K.blocks[k][k] is not None or couplings[k, :, 3].any():
+            continue
         degree = space.fields[k].degree
         if all(space.fields[j].degree <= degree for j in partners):
             listed = ", ".join(space.names[j] for j in partners) or "no other field"
@@ -205,22 +229,26 @@ def _check_degrees(space: Mixed, K: Blocks) -> None:
 def _require_unique(
     space: Mixed, K: Blocks, masks: tuple[NDArray[np.bool_], ...], null: NullSpace | None
 ) -> None:
-    """Raise an error on all ranks if a constant of a field without fixed unknowns is free."""
+    """Raise an error on all ranks if a constant that is not in the null space is a null vector."""
     comm = space.mesh.comm
-    if null is not None:
-        return
     whole = jax.lax.stop_gradient(K.merged())
     sizes = Matrix(whole.pattern, jnp.abs(whole.values))
-    for k, (name, s) in enumerate(zip(space.names, space.fields, strict=True)):
-        columns = masks[k].reshape(-1, s.components).any(axis=0)
-        free = comm.mpi.allreduce(columns.astype(int)) == 0
-        for c in np.flatnonzero(free):
-            z = jnp.concatenate([v.reshape(-1) for v in _constant(space, k, int(c))])
-            change, size = two_norms(whole @ z, sizes @ z, comm=comm)
+    eps = 100 * jnp.finfo(whole.dtype).eps
+    for k, components in enumerate(_free(space, masks)):
+        for c in components:
+            z = _flat(_constant(space, k, int(c))).astype(whole.dtype)
+            rest = z if null is None else null.remove_from(z, comm)
+            # Rows of different fields have different units.
+            parts = *K.split(whole @ z), *K.split(sizes @ z), z, rest
+            *norms, size, outside = two_norms(*parts, comm=comm)
+            n = len(norms) // 2
+            changes, scales = jnp.stack(norms[:n]), jnp.stack(norms[n:])
+            name = space.names[k]
             require(
-                change > 1e-10 * size,
+                ~jnp.all(changes <= eps * scales) | (outside < 1e-3 * size),
                 f"fem.solve: the equation has no unique solution: a constant can be added to "
-                f"{name}, which is fixed nowhere. Fix it at a boundary, or give "
+                f"{name}, which is fixed nowhere. Fix it at a boundary, start from another u0 if "
+                "the Jacobian is singular there alone, or give "
                 f'nullspace={{"{name}": "constants"}} for the solution whose mean over the nodes '
                 "is zero.",
                 comm=comm,

@@ -314,6 +314,12 @@ class Form(abc.ABC):
         def values(leaf: Any) -> Any:
             if not isinstance(leaf, Nodal):
                 return leaf
+            if isinstance(leaf.space, Mixed):
+                raise TypeError(
+                    f"fem.{type(self).__name__}: a Nodal must be one field, got the fields "
+                    f"{', '.join(leaf.space.names)}. Give one for each of them, as in "
+                    "fem.Nodal(V, u.velocity)."
+                )
             if leaf.space.mesh is not self.space.mesh:
                 raise ValueError(
                     f"fem.{type(self).__name__}: a Nodal must be a field on this space's mesh, got "
@@ -364,11 +370,11 @@ class Form(abc.ABC):
         return is_affine(jax.make_jaxpr(self._flux(law))(*_shapes(points)), of_fields)
 
     def coupled(self, u: Any, args: Any, kwargs: Any) -> NDArray[np.bool_]:
-        """Return which blocks of the Jacobian are not seen to be zero, the same on all ranks."""
+        """Return which of `_derivatives` are not seen to be zero, (fields, fields, 4)."""
         law, points = self._at_points(u, args, kwargs)
         zero = are_zero(jax.make_jaxpr(self._derivatives(law))(*_shapes(points)))
         n = len(self.space.fields)
-        return np.logical_not(np.array(zero).reshape(n, n, 4).all(axis=2))
+        return np.logical_not(np.array(zero).reshape(n, n, 4))
 
     @property
     def cells(self) -> jax.Array | None:

@@ -169,6 +169,7 @@ def eigh(
         method=method,
         k=k,
         shift=shift,
+        which=which,
         rtol=float(rtol),
         max_steps=int(max_steps),
         throw=bool(throw),
@@ -292,14 +293,15 @@ def _preconditioner(
 
 
 def _raise_faults(
-    info: jax.Array, k: int, rtol: float, max_steps: int, comm: Any, head: str
+    info: jax.Array, k: int, rtol: float, max_steps: int, comm: Any, head: str, which: str
 ) -> None:
     """Raise an error on all ranks unless `info` holds a success."""
     result, steps, worst = info[0], info[1], jnp.max(info[3:])
     definite = "Check how it is assembled: a mass matrix has a positive diagonal."
+    shifted_matrix = "A + shift B" if which == "smallest" else "shift B - A"
     shifted = (
-        "The preconditioner needs a positive definite A + shift B. Give a larger shift=, or "
-        "preconditioner=None."
+        f"The preconditioner needs a positive definite {shifted_matrix}. Give a larger shift=, "
+        "or preconditioner=None."
     )
     tight = f"above rtol={rtol:.3g}. Raise max_steps={max_steps}, loosen rtol"
     for failure, text in (
@@ -316,8 +318,8 @@ def _raise_faults(
          f"0. {definite}"),
         (Result.BREAKDOWN, "a product with A, B or the preconditioner is NaN or infinite. Check "
          "the preconditioner, and the size of the entries."),
-        (OF_PRECONDITIONER + Result.NOT_POSITIVE_DEFINITE, f"A + shift B is not positive definite. "
-         f"{shifted}"),
+        (OF_PRECONDITIONER + Result.NOT_POSITIVE_DEFINITE, f"{shifted_matrix} is not positive "
+         f"definite. {shifted}"),
     ):  # fmt: skip
         require(result != failure, f"{head}{text}", comm=comm)
     require(
@@ -386,7 +388,8 @@ def _run(a: Any, b: Any, shifted: Any, _: Any, **params: Any) -> list[Any]:
         info = jnp.concatenate([numbers, jnp.where(usable, end.relative[:k], jnp.nan)])
         if params["throw"]:
             head = f"eigh, {describe(params['site'])}: "
-            _raise_faults(info, k, params["rtol"], params["max_steps"], pattern.comm, head)
+            which, steps = params["which"], params["max_steps"]
+            _raise_faults(info, k, params["rtol"], steps, pattern.comm, head, which)
     return [jnp.diag(values[:k]), x[:k], bx[:k], info]
 
 

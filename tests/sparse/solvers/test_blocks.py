@@ -148,11 +148,18 @@ def test_null_space_of_one_field(comm):
     C = Matrix(ring, jnp.tile(jnp.array([-1.0, 1.0]), n)).T  # columns add up to zero
     K = Blocks([[A, C.T], [C, None]], schur=C @ C.T.scale_rows(1 / A.diagonal()))
     b = jnp.asarray(np.cos(i)), jnp.zeros(n)
+    slopes = []
     for solver in solvers:
-        u, p = solve(K, b, solver, nullspace=(jnp.zeros(n), jnp.ones(n))).value
+        space = (jnp.zeros(n), jnp.ones(n))
+        u, p = solve(K, b, solver, nullspace=space).value
+        loss = lambda f, s=solver, z=space: jnp.sum(
+            solve(K, (f, b[1]), s, nullspace=z).value[1] ** 2
+        )
+        slopes.append(mg.grad(loss)(b[0]))
         assert abs(mg.allreduce(jnp.sum(p))) < 1e-9
         for left, right in zip(K @ (u, p), b, strict=True):
             close(left, right, 1e-9)
+    close(slopes[-1], slopes[0], 1e-8)
 
 
 def test_minres(comm):

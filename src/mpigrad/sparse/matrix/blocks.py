@@ -154,7 +154,7 @@ class Blocks:
         fixed
             True for the prescribed rows of each field, as NumPy arrays of shape (n_local,).
         b, values
-            The right-hand side, and the prescribed values: fields, or zero.
+            The right-hand side, and the prescribed values: fields, or one number.
 
         Returns
         -------
@@ -163,10 +163,14 @@ class Blocks:
         """
         masks = [np.asarray(mask) for mask in fixed]
         comm, n = self.pattern.comm, range(len(self.blocks))
-        given = [0 * as_array(v) for v in b] if isinstance(values, float | int) else list(values)
-        known = [jnp.where(m, v, 0) for m, v in zip(masks, given, strict=True)]
         rest = tuple(as_array(v) for v in b)
-        if not isinstance(values, float | int):
+        zero = isinstance(values, float | int) and values == 0
+        given = values if isinstance(values, tuple | list) else [values] * len(rest)
+        known = [
+            jnp.where(m, jnp.asarray(g, v.dtype), jnp.zeros_like(v))
+            for m, g, v in zip(masks, given, rest, strict=True)
+        ]
+        if not zero:
             rest = tuple(v - w for v, w in zip(rest, self @ known, strict=True))
         rest = tuple(jnp.where(m, v, w) for m, v, w in zip(masks, known, rest, strict=True))
         used = comm.mpi.allreduce(np.array([m.any() for m in masks], int)) > 0
@@ -230,6 +234,7 @@ def _with_ones(block: Matrix | None, mask: np.ndarray, of: Blocks) -> Matrix:
     if counts not in patterns:
         own = sum(counts[: comm.rank]) + np.arange(n)
         patterns[counts] = Pattern.from_coo(own, own, n, comm)
+        patterns[counts].derived["of zeros"] = True  # preconditioners cannot solve with it
     dtype = next(b.dtype for row in of.blocks for b in row if b is not None)
     return Matrix(patterns[counts], jnp.asarray(mask, dtype))
 

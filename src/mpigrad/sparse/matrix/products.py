@@ -477,6 +477,7 @@ def _plan_transpose(pattern: Pattern) -> _Transposition:
         original: Pattern | None = pattern.derived.get("transpose of")
         if original is None:
             plan = _make_transpose(pattern)
+            plan.pattern.fields = pattern.fields
             plan.pattern.derived["transpose of"] = pattern
         else:
             plan = _plan_transpose(original).back(original)

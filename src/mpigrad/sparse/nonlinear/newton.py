@@ -175,7 +175,7 @@ def newton(
     if jacobian is None and pattern is not None:
         jacobian = sparse_jacobian(F, pattern)
     F_jaxpr, F_constants, _ = _traced(residual, flat, leaves)
-    J_jaxpr, J_constants, tree = None, [], None
+    J_jaxpr, J_constants, tree, shape = None, [], None, None
     if jacobian is not None:
         J_jaxpr, J_constants, shape = _traced(matrix, flat, leaves)
         _check_pattern(shape.pattern, flat)
@@ -191,7 +191,7 @@ def newton(
         (len(F_constants), len(J_constants)),
         pattern,
         resolve(comm) if pattern is None else pattern.comm,
-        _chosen(solver, pattern, flat.dtype),
+        _chosen(solver, pattern, flat.dtype, blocks=isinstance(shape, Blocks)),
         tree,
     )
     space, null = None, without_nullspace(flat.dtype)
@@ -290,7 +290,11 @@ def _check_pattern(pattern: Pattern, x: Any) -> None:
         )
 
 
-def _chosen(solver: LinearSolver | None, pattern: Pattern | None, dtype: Any) -> LinearSolver:
+def _chosen(
+    solver: LinearSolver | None, pattern: Pattern | None, dtype: Any, *, blocks: bool
+) -> LinearSolver:
+    if blocks and solver is not None:
+        return solver.for_function  # without a preconditioner if none is given
     if pattern is None:
         return (solver or GMRES()).for_function
     return (solver or default_solver(symmetric=False, dtype=dtype)).for_matrix

@@ -44,9 +44,16 @@ class LSC:
 
     solver: Any = Jacobi()  # noqa: RUF009 (frozen)
 
+    def __post_init__(self) -> None:
+        if not isinstance(self.solver, Preconditioner | LinearSolver):
+            raise TypeError(
+                f"LSC: expected a preconditioner or a solver, got {self.solver!r}. Give "
+                "BoomerAMG(), Jacobi() or PCG(rtol=1e-8)."
+            )
+
 
 class _OfBlocks(Preconditioner):
-    """What both preconditioners share. `solvers` has one entry for each field."""
+    """The part that both preconditioners share. `solvers` has one entry for each field."""
 
     solvers: tuple[Any, ...]
 
@@ -87,15 +94,18 @@ class _OfBlocks(Preconditioner):
             )
         for k, inner in enumerate(self.solvers):
             stands_in = k == fields - 1 and (A.schur is not None or isinstance(inner, LSC))
-            if A.blocks[k][k] is None and not stands_in:
+            block = A.blocks[k][k]
+            is_zero = block is None or "of zeros" in block.pattern.derived
+            if is_zero and not stands_in:
                 raise ValueError(
                     f"{name}: the block of field {k} on the diagonal is zero. Give a matrix that "
                     "is close to C A⁻¹ B as Blocks(..., schur=...), or LSC(...) as its solver."
                 )
             flexible = isinstance(solver, GMRES) and solver.flexible
-            if isinstance(inner, LinearSolver) and inner.rtol > 1e-6 and not flexible:
+            used = inner.solver if isinstance(inner, LSC) else inner
+            if isinstance(used, LinearSolver) and used.rtol > 1e-6 and not flexible:
                 raise ValueError(
-                    f"{name}: {type(inner).__name__}(rtol={inner.rtol:g}) for field {k} is not a "
+                    f"{name}: {type(used).__name__}(rtol={used.rtol:g}) for field {k} is not a "
                     f"linear map to more digits than that, as {type(solver).__name__} needs it. "
                     "Take GMRES(flexible=True), an rtol of 1e-6 or less, or one cycle of multigrid "
                     "(BoomerAMG())."
@@ -215,11 +225,19 @@ def _commutator(A: Blocks, lsc: LSC, solve: Callable[..., Any]) -> Function:
         )
     diagonal = a.diagonal()
     scale = 1 / jnp.where(diagonal == 0, 1, diagonal)
-    inverse = _inverse(lsc.solver, c @ b.scale_rows(scale), solve)
+    product = c @ b.scale_rows(scale)
+    # Unknowns that are fixed have no entries in C and B, and rows of the identity in A.
+    empty = jnp.zeros(product.pattern.n_local, bool)
+    if product.pattern.row_without_diagonal < 0:
+        empty = product.diagonal() == 0
+        index, ones = product.pattern.diagonal_index, empty.astype(product.dtype)
+        values = product.values.at[index].add(ones, unique_indices=True)
+        product = Matrix(product.pattern, values)
+    inverse = _inverse(lsc.solver, product, solve)
 
     def apply(r: jax.Array) -> jax.Array:
-        y = scale * (b @ inverse(r))
-        return inverse(c @ (scale * (a @ y)))
+        y = scale * (b @ inverse(jnp.where(empty, 0, r)))
+        return jnp.where(empty, r, inverse(c @ (scale * (a @ y))))
 
     return apply
 
