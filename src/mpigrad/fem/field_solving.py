@@ -161,8 +161,10 @@ def _default_solver(space: Mixed, complement: Matrix | None, rtol: float) -> Lin
     return GMRES(rtol=rtol, restart=100, preconditioner=BlockTriangular(*cycles, Jacobi()))
 
 
-def _null_space(space: Mixed, masks: tuple[NDArray[np.bool_], ...], nullspace: Any) -> NullSpace:
-    """Return the null space as tuples of flat fields."""
+def _null_space(
+    space: Mixed, masks: tuple[NDArray[np.bool_], ...], nullspace: Any
+) -> NullSpace | None:
+    """Return the null space as tuples of flat fields, or None if nothing is free."""
     given = nullspace if isinstance(nullspace, NullSpace) else NullSpace(nullspace)
     free = _free(space, masks)
 
@@ -186,7 +188,8 @@ def _null_space(space: Mixed, masks: tuple[NDArray[np.bool_], ...], nullspace: A
             found += [flat(_constant(space, k, c)) for c in free[k]]
         return found
 
-    return NullSpace(vectors(given.vectors), vectors(given.left), given.project)
+    found = vectors(given.vectors)
+    return NullSpace(found, vectors(given.left), given.project) if found else None
 
 
 def _free(space: Mixed, masks: tuple[NDArray[np.bool_], ...]) -> list[NDArray[np.intp]]:

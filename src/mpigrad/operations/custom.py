@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 import ctypes
 import functools
 import math
@@ -30,7 +31,7 @@ __all__ = ["HostCall", "array_at", "custom_operation"]
 # ---- Python functions that a compiled program calls ----
 
 
-class HostCall:
+class HostCall(abc.ABC):
     """A Python function that a compiled program calls with the addresses of its arrays.
 
     A subclass implements `run`. It is a parameter of a primitive whose native call has the target
@@ -45,9 +46,9 @@ class HostCall:
 
     shown_as = "custom_operation"
 
+    @abc.abstractmethod
     def run(self, xs: Any, ys: Any) -> None:
         """Read the operands at the addresses `xs`, and write the results to the addresses `ys`."""
-        raise NotImplementedError
 
     def hint(self, frames: list[traceback.FrameSummary]) -> str:
         """Return a line for the text of an exception that was raised at `frames`, or ""."""

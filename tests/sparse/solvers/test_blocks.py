@@ -96,6 +96,9 @@ def test_products_and_merged(comm):
     for part, turned in zip(K @ (u, v), K.T @ (u, v), strict=True):
         close(part, turned, 1e-12)  # it is symmetric
     assert K.merged().pattern is K.merged().pattern
+    of_both = lambda *operands: K_of(*operands[:2]) @ operands[2:]
+    K_of, parts = system.blocks, (*system.mine(shift, weights), u, v)
+    assert mg.dot_test(of_both, *parts).error < 1e-12
 
 
 @pytest.mark.cases("MINRES", "GMRES", "PETSc", reason="flexible: the page has it, in GMRES's loop")

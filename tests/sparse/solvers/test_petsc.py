@@ -11,7 +11,8 @@ from systems import System, _on_ranks, grid_system, stripes
 
 import mpigrad as mg
 from helpers import close
-from mpigrad.sparse import GMRES, PCG, Jacobi, Matrix, PETSc, Result, solve, why_no_petsc
+from mpigrad.sparse import PCG, Jacobi, Matrix, PETSc, Result, solve, why_no_petsc
+from mpigrad.sparse.matrix.products import transposed
 
 needs_petsc = pytest.mark.skipif(bool(why_no_petsc()), reason=why_no_petsc())
 LU = PETSc("-ksp_type preonly -pc_type lu -pc_factor_mat_solver_type mumps", rtol=1e-12)
@@ -60,7 +61,12 @@ def test_all_derivatives_are_those_of_the_dense_solve(comm, options):
     for part, whole in zip(got[2:], expected[2:], strict=True):
         close(part, mine(*whole), 1e-8)
     assert solution(system.values, system.b).stats["setups"] == 1
+    # The adjoint of a factorization makes no factors of the transpose.
+    (of_transpose,) = transposed(system.pattern).solver_systems.values()
+    assert of_transpose.setups == (0 if options == "lu" else 1)
     if options == "lu":
+        solved = lambda v, b: solution(v, b).value
+        assert mg.dot_test(solved, system.values, system.b).error < 1e-11
         several = solve(system.matrix, jnp.stack([system.b, 2 * system.b], 1), LU)
         close(several.value[:, 1], 2 * got[0], 1e-9)
         loss = lambda s, b: jnp.sum(solution(s * system.values, b).value ** 2)
@@ -148,4 +154,3 @@ def test_settings(comm):
         system = grid_system(comm)
         with pytest.raises(RuntimeError, match=re.escape(why_no_petsc())):
             solve(system.matrix, system.b, PETSc())
-    assert GMRES() != PETSc()

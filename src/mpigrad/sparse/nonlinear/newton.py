@@ -293,7 +293,12 @@ def _check_pattern(pattern: Pattern, x: Any) -> None:
 def _chosen(
     solver: LinearSolver | None, pattern: Pattern | None, dtype: Any, *, blocks: bool
 ) -> LinearSolver:
-    if blocks and solver is not None:
+    if blocks:
+        if solver is None:
+            raise TypeError(
+                "newton: blocks have no default solver. Give GMRES(preconditioner="
+                "BlockTriangular(...)), MINRES(preconditioner=BlockDiagonal(...)) or PETSc(...)."
+            )
         return solver.for_function  # without a preconditioner if none is given
     if pattern is None:
         return (solver or GMRES()).for_function

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
@@ -80,9 +81,9 @@ class _OfBlocks(Preconditioner):
             "[C, D]])."
         )
 
+    @abc.abstractmethod
     def of(self, A: Blocks, solve: Callable[..., Any]) -> Callable[[Any], Any]:
         """Return the function (r of each field) -> (z of each field)."""
-        raise NotImplementedError
 
     def check(self, A: Blocks, solver: Krylov) -> None:
         """Raise an error if the preconditioner does not fit the blocks or the method."""
