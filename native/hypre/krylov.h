@@ -11,8 +11,9 @@
 
 namespace mpigrad::hypre {
 
-// The numbers of `LinearSolver.hypre_method`. Cycles: the multigrid cycle alone, repeated.
-enum Method : int64_t { kPCG = 0, kGMRES = 1, kBiCGStab = 2, kCycles = 3 };
+// The numbers of `LinearSolver.hypre_method`. Cycles: the multigrid cycle alone, repeated. One cycle:
+// M b, without a residual.
+enum Method : int64_t { kPCG = 0, kGMRES = 1, kBiCGStab = 2, kCycles = 3, kOneCycle = 4 };
 
 // The functions that make and free a method for one kind of matrix (IJ, structured).
 struct Maker {

@@ -23,7 +23,7 @@ using namespace stencil;  // Tile, Entry, Asymmetry, Digest, Answer
 
 struct Request {
   double tolerance;
-  int64_t max_steps;
+  int64_t max_steps;  // 0: one cycle of the preconditioner on b, without a residual
   RequestText text;
   std::function<void()> progress;  // tells the watchdog that this rank goes on
 };
@@ -156,7 +156,8 @@ class System {
     double largest = 0;
     for (int64_t i = 0; i < n_; ++i) largest = std::max(largest, values_[diagonal_->start + i]);
     ranks_.reduce(&largest, 1, kMax);
-    const double scale = std::ldexp(1.0, -std::ilogb(largest));
+    const double scale = unit(largest);
+    scale_ = scale;
     const Layout& layout = first.layout;
     const int slots = first.stencil.slots();
     for (const Entry& e : entries_) {
@@ -189,6 +190,13 @@ class System {
     }
     if (!nonzero) {
       std::fill_n(x, n_, 0.0);
+      return;
+    }
+    if (request.max_steps == 0) {
+      cycle_once(b, x);
+      answer.iterations = 1;
+      answer.residual = std::numeric_limits<double>::quiet_NaN();  // not computed
+      totals.solve_seconds += now() - start;
       return;
     }
     ranks_.reduce(&squares, 1, kSum);
@@ -271,8 +279,6 @@ class System {
   int64_t conjugate_gradients(const double* b, bool guessed, double small, int64_t max_steps,
                               double* x, Answer& answer, double size,
                               const std::function<void()>& progress) {
-    Level& first = hierarchy_.first();
-    const Layout& layout = first.layout;
     curvature_ = 0;
     r_.resize(n_);
     s_.resize(n_);
@@ -286,13 +292,7 @@ class System {
       square = size * size;
     }
     const int64_t nx = tile_.cells.line();
-    const auto give = [&](const double* row, int64_t y, int64_t z, double scale) {
-      split(row - tile_.cells.lower[0], first.b.data() + layout.at(y, z, 0),
-            first.b.data() + layout.at(y, z, 1), tile_.cells.lower[0], tile_.cells.upper[0], scale);
-    };
-    // The cycle works on r scale, near 1.
-    const auto unit = [](double sum) { return std::ldexp(1.0, -std::ilogb(std::sqrt(sum))); };
-    double scale = unit(square);
+    double scale = unit(std::sqrt(square));  // the cycle works on r scale, near 1
     product_.rows([&](int64_t i, int64_t y, int64_t z) { give(&r_[i * nx], y, z, scale); });
     double gamma = precondition() / (scale * scale);  // <r, z>
     double beta = 0;
@@ -310,7 +310,7 @@ class System {
         break;
       }
       // The residual before the step gives the scale after it, too: a step does not change it much.
-      scale = unit(square);
+      scale = unit(std::sqrt(square));
       square = 0;
       product_.rows([&](int64_t i, int64_t y, int64_t z) {
         square += product_.update(y, z, alpha, x + i * nx, &r_[i * nx], &s_[i * nx]);
@@ -326,6 +326,31 @@ class System {
     square = residual(b, x, r_.data());
     answer.residual = std::sqrt(square) / size;
     return step;
+  }
+
+  // Collective: x <- M b for the whole matrix, which a cycle has scaled.
+  void cycle_once(const double* b, double* x) {
+    double largest = 0;
+    for (int64_t i = 0; i < n_; ++i) largest = std::max(largest, std::abs(b[i]));
+    ranks_.reduce(&largest, 1, kMax);
+    const double scale = unit(largest);
+    const int64_t nx = tile_.cells.line();
+    product_.rows([&](int64_t i, int64_t y, int64_t z) { give(b + i * nx, y, z, scale); });
+    precondition();
+    product_.rows([&](int64_t i, int64_t y, int64_t z) {
+      const float* row = product_.z_row(y, z);
+      for (int64_t k = 0; k < nx; ++k) x[i * nx + k] = row[k] / scale * scale_;
+    });
+  }
+
+  // The power of two that brings x near 1.
+  static double unit(double x) { return std::ldexp(1.0, -std::ilogb(x)); }
+
+  // Gives a row, times the scale, to the cycle.
+  void give(const double* row, int64_t y, int64_t z, double scale) {
+    Level& first = hierarchy_.first();
+    split(row - tile_.cells.lower[0], first.b.data() + first.layout.at(y, z, 0),
+          first.b.data() + first.layout.at(y, z, 1), tile_.cells.lower[0], tile_.cells.upper[0], scale);
   }
 
   // Collective: one cycle. Returns <b, x> of the first level, and leaves x for the next direction.
@@ -367,7 +392,7 @@ class System {
   bool ready_ = false;          // the latest values were examined, on every rank
   bool has_hierarchy_ = false, fresh_ = false;  // fresh: of the latest values
   bool bad_value_ = false, positive_ = true, symmetric_ = false;
-  double curvature_ = 0;
+  double curvature_ = 0, scale_ = 1;  // scale_: of the matrix in the hierarchy
   std::vector<double> r_, s_;
 };
 

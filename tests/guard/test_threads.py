@@ -46,8 +46,8 @@ def test_a_solve_by_hypre_is_an_operation_of_its_thread(comm: Communicator) -> N
 
     @mg.jit
     def run(b: jax.Array) -> jax.Array:  # without the messages that `solve` sends before
-        arguments = method, pattern, jnp.ones((1, 4)), b, none, none[0]
-        return hypre.run(*arguments, singular=False, throw=True, site=call_site())[0]
+        arguments = method, pattern, jnp.ones((1, 4)), b, none, none[0], jnp.zeros((1, 1, 0, 4))
+        return hypre.run(*arguments, throw=True, site=call_site())[0]
 
     b = jnp.ones((1, 4))
     run(b).block_until_ready()

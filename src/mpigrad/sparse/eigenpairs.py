@@ -31,12 +31,11 @@ from mpigrad.sparse.lobpcg import (
     check_symmetric,
     inner_products,
     lobpcg,
-    one_step,
 )
 from mpigrad.sparse.matrix.matrix import Matrix, apply
 from mpigrad.sparse.matrix.pattern import Pattern, same_communicator
 from mpigrad.sparse.solvers.krylov import RUNNING
-from mpigrad.sparse.solvers.methods import check_diagonal, check_steps, default_solver
+from mpigrad.sparse.solvers.methods import Cycle, check_diagonal, check_steps, default_solver
 from mpigrad.sparse.solvers.preconditioners import Jacobi, Preconditioner
 
 __all__ = ["Eigenpairs", "eigh"]
@@ -286,7 +285,7 @@ def _preconditioner(
         if given.needs_diagonal:
             check_diagonal(matrix.pattern, type(given).__name__)
         if given.backend != "jax":
-            BACKENDS[given.backend].check(one_step(given), matrix.pattern, dtype)
+            BACKENDS[given.backend].check(Cycle(given), matrix.pattern, dtype)
     except (TypeError, ValueError, RuntimeError) as error:  # they name `solve` or PCG
         raise type(error)(f"eigh: {str(error).partition(': ')[2] or error}") from None
     return given, matrix
@@ -340,7 +339,8 @@ def _raise_faults(
     require(
         result == Result.SUCCESSFUL,
         f"{head}expected {k} eigenpairs, got {{}} after {{}} steps: the largest relative residual "
-        f"is {{}}, {tight}, or take a better preconditioner. If A is singular, give shift=.",
+        f"is {{}}, {tight}, or take a better preconditioner. If A is singular or indefinite, give "
+        "shift=.",
         jnp.sum(info[3:] <= rtol),
         steps,
         worst,

@@ -21,7 +21,7 @@ from mpigrad.sparse.matrix.matrix import Matrix, apply
 from mpigrad.sparse.matrix.pattern import Pattern
 from mpigrad.sparse.solvers import boxmg, hypre, jax_backend
 from mpigrad.sparse.solvers.krylov import RUNNING, LinearSystem
-from mpigrad.sparse.solvers.methods import PCG
+from mpigrad.sparse.solvers.methods import Cycle
 from mpigrad.sparse.solvers.nullspace import without_nullspace
 from mpigrad.sparse.solvers.preconditioners import Preconditioner
 
@@ -35,7 +35,6 @@ __all__ = [
     "inner_products",
     "lobpcg",
     "multiply_rows",
-    "one_step",
     "preconditioned",
     "solve_on_complement",
 ]
@@ -107,20 +106,12 @@ def multiply_rows(pattern: Pattern, values: jax.Array, rows: jax.Array) -> jax.A
     return jax.lax.map(lambda pair: apply(pattern, values, jnp.concatenate(pair)), (rows, received))
 
 
-def one_step(method: Preconditioner) -> PCG:
-    """Return the solver whose single step is a cycle of the preconditioner times a number."""
-    if getattr(method, "reuse", "equal") != "equal":
-        method = dataclasses.replace(method, reuse="equal")  # type: ignore[call-arg]
-    return PCG(rtol=1e-15, max_steps=1, preconditioner=method)
-
-
 def preconditioned(
     method: Preconditioner | None, pattern: Pattern, values: jax.Array, site: int
 ) -> Callable[[jax.Array], tuple[jax.Array, jax.Array]]:
     """Return `Eigenproblem.precondition`: one cycle of a library, or `Preconditioner.inverse`.
 
-    A library's cycle comes with a factor for each vector, which neither method depends on. Its
-    set-up is kept while the values are the same.
+    A library's set-up is kept while the values are the same.
     """
     fine = jnp.zeros((), "int32")
     if method is None:
@@ -131,14 +122,14 @@ def preconditioned(
 
     def cycle(rows: jax.Array) -> tuple[jax.Array, jax.Array]:
         x, info = BACKENDS[method.backend].run(
-            one_step(method), pattern, values[None], rows, jnp.zeros((len(rows), 0), rows.dtype),
+            Cycle(method), pattern, values[None], rows, jnp.zeros((len(rows), 0), rows.dtype),
             jnp.zeros(0, rows.dtype), without_nullspace(rows.dtype)[None], throw=False, site=site,
         )  # fmt: skip
         result = info[:, 0].astype("int32")
-        usual = result == Result.SUCCESSFUL
-        for end in (Result.MAX_STEPS_REACHED, Result.STAGNATED, Result.INACCURATE):
-            usual |= result == end
-        return x, jnp.max(jnp.where(usual, 0, result))
+        # A cycle of an indefinite matrix may be indefinite, too.
+        squares = allreduce(jnp.sum(rows * x, axis=1), comm=pattern.comm)
+        result = jnp.where(squares < 0, Result.NOT_POSITIVE_DEFINITE, result)
+        return x, jnp.max(result).astype("int32")
 
     return cycle
 

@@ -14,7 +14,7 @@ from mpigrad.solution import Solution
 from mpigrad.sparse.matrix.blocks import Blocks
 from mpigrad.sparse.matrix.matrix import Matrix
 from mpigrad.sparse.solvers.guesses import Guesses
-from mpigrad.sparse.solvers.methods import GMRES, Krylov, LinearSolver, Multigrid
+from mpigrad.sparse.solvers.methods import GMRES, Cycle, Krylov, LinearSolver
 from mpigrad.sparse.solvers.nullspace import NullSpace
 from mpigrad.sparse.solvers.operator_solve import Operator
 from mpigrad.sparse.solvers.preconditioners import Jacobi, Preconditioner
@@ -206,12 +206,7 @@ def _inverse(inner: Any, matrix: Matrix, solve: Callable[..., Any]) -> Function:
     """Return the function r -> z of a preconditioner or solver of one block."""
     if isinstance(inner, Preconditioner) and inner.backend == "jax":
         return inner.inverse(matrix)
-    if isinstance(inner, Preconditioner) and inner.backend == "boxmg":
-        raise TypeError(
-            f"solve: {inner!r} works in PCG only. Give PCG(rtol=1e-8, preconditioner=BoxMG()) for "
-            "this field."
-        )
-    solver = inner if isinstance(inner, LinearSolver) else Multigrid(inner, 1e-30, max_steps=1)
+    solver = inner if isinstance(inner, LinearSolver) else Cycle(inner)
     return lambda r: solve(matrix, r, solver, throw=False).value
 
 

@@ -12,7 +12,7 @@ import numpy as np
 from mpigrad.sparse.matrix.pattern import Pattern
 from mpigrad.sparse.solvers.hypre import solve_primitive
 from mpigrad.sparse.solvers.libraries import multigrid_library
-from mpigrad.sparse.solvers.methods import PCG, LinearSolver, request_text
+from mpigrad.sparse.solvers.methods import PCG, Cycle, LinearSolver, request_text
 from mpigrad.sparse.solvers.preconditioners import BoxMG, why_not_structured
 
 __all__ = ["check", "run", "why_not"]
@@ -26,7 +26,7 @@ def why_not(pattern: Pattern) -> str:
 def check(solver: LinearSolver, pattern: Pattern, dtype: Any) -> None:
     """Raise an error, the same on every rank, if BoxMG cannot solve such a system."""
     name = type(solver).__name__
-    if type(solver).iterate is not PCG.iterate:
+    if type(solver).iterate is not PCG.iterate and not isinstance(solver, Cycle):
         raise TypeError(
             f"{name}: BoxMG works in PCG only, for symmetric positive definite matrices. Solve "
             f"with PCG(preconditioner=BoxMG()), or with {name}(preconditioner=PFMG())."

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import importlib
 import os
 import pathlib
 import sys
@@ -238,7 +239,7 @@ def check_size(n_rows: int, nnz: int, bits: int) -> None:
 def _load_petsc() -> tuple[Any, str]:
     """Return the module `petsc4py.PETSc` or None, and the reason if it is None."""
     try:
-        import petsc4py  # pyright: ignore[reportMissingImports]
+        petsc4py: Any = importlib.import_module("petsc4py")
     except ImportError:
         return None, (
             "petsc4py is not installed. Install the release of this site's PETSc with PETSC_DIR "
@@ -252,10 +253,9 @@ def _load_petsc() -> tuple[Any, str]:
         # On ranks of their own: a communicator of some ranks may solve, and the others not.
         petsc4py.init(["mpigrad", "-no_signal_handler"], comm=MPI.COMM_SELF)
     try:
-        from petsc4py import PETSc as module  # pyright: ignore[reportMissingImports]
+        petsc: Any = importlib.import_module("petsc4py.PETSc")
     except Exception as error:
         return None, f"petsc4py cannot be imported ({error}). Reinstall it for this site's PETSc."
-    petsc: Any = module
     if starts:
         petsc.Sys.setDefaultComm(MPI.COMM_WORLD)  # for other users of petsc4py in this process
     return petsc, ""

@@ -30,6 +30,7 @@ __all__ = [
     "MINRES",
     "PCG",
     "BiCGStab",
+    "Cycle",
     "Krylov",
     "LinearSolver",
     "Multigrid",
@@ -500,6 +501,43 @@ class Multigrid(LinearSolver):
 
     def iterate(self, system: LinearSystem) -> tuple[jax.Array, Any]:
         raise TypeError("Multigrid: only hypre runs it. Solve with a Matrix in float64.")
+
+
+@final
+@sealed
+@dataclasses.dataclass(frozen=True)
+class Cycle(LinearSolver):
+    """One cycle of a library's multigrid, x = M b, as a part of another method's preconditioner.
+
+    No residual is computed, and no tolerance is met. The hierarchy is always that of the present
+    values.
+
+    Attributes
+    ----------
+    preconditioner
+        `BoomerAMG(...)`, `PFMG(...)` or, for symmetric positive definite matrices, `BoxMG(...)`.
+    """
+
+    preconditioner: Preconditioner | None
+    rtol: float = dataclasses.field(default=0.5, init=False, repr=False)
+    max_steps: int = dataclasses.field(default=0, init=False, repr=False)
+    needs_matrix: ClassVar[bool] = True
+    judges_residual: ClassVar[bool] = True
+    hypre_method: ClassVar[int | None] = 4
+
+    def __post_init__(self) -> None:
+        if getattr(self.preconditioner, "reuse", "equal") != "equal":
+            fresh = dataclasses.replace(self.preconditioner, reuse="equal")  # type: ignore
+            object.__setattr__(self, "preconditioner", fresh)
+        object.__setattr__(self, "symmetric", self.backend == "boxmg")
+
+    @property
+    def transposed(self) -> Cycle:
+        assert self.preconditioner is not None
+        return Cycle(self.preconditioner.transposed)
+
+    def iterate(self, system: LinearSystem) -> tuple[jax.Array, Any]:
+        raise TypeError("Cycle: only a library runs it.")
 
 
 # ---- The rule that chooses a method if none is given ----

@@ -235,9 +235,11 @@ class _Map:
     jaxpr: Any
     constants: tuple[Any, ...] = ()  # small arrays that JAX made
     backward: _Map | None = None  # the map of which this is the transpose
+    skipped: int = 0  # the number of residuals before its own ones, which belong to `backward`
 
     def __call__(self, residuals: Sequence[Any], v: Any) -> Any:
-        return eval_jaxpr(self.jaxpr, (), *self.constants, *residuals, _LINK, v)[0]
+        own = residuals[self.skipped :]
+        return eval_jaxpr(self.jaxpr, (), *self.constants, *own, _LINK, v)[0]
 
     def transposed(self) -> _Map:
         if self.backward is not None:
@@ -256,6 +258,21 @@ class _Map:
         # The messages of `back` need no link: its transpose is `jaxpr`.
         jaxpr, constants = constants_as_operands(jax.make_jaxpr(back)(*operands))
         return _Map(jaxpr, tuple(constants), self)
+
+    def prepared_transpose(self, residuals: list[Any], a: Any) -> tuple[_Map, list[Any]]:
+        """Return the transpose and its residuals, with all that does not depend on v computed once.
+
+        That is the transpose of a matrix, for instance, and the set-up of its multigrid.
+        """
+        if self.backward is not None:
+            return self.backward, residuals[: self.skipped]
+        back, v = self.transposed(), self.jaxpr.invars[-1].aval
+        zeros = jnp.zeros(v.shape, v.dtype)
+        prepared, more, _ = linearized(lambda v: back(residuals, v), zeros, a)
+        return dataclasses.replace(prepared, backward=self, skipped=len(residuals)), [
+            *residuals,
+            *more,
+        ]
 
 
 def linearized(
@@ -426,9 +443,12 @@ def _transpose(
     residuals, inverse_residuals, (defect, _, _, null, a) = _parts(operands, params["counts"])
     if not params["solver"].symmetric:
         inverse = params["inverse"]
+        if inverse is not None:
+            inverse, inverse_residuals = inverse.prepared_transpose(inverse_residuals, a)
         params |= {
             "forward": params["forward"].transposed(),
-            "inverse": None if inverse is None else inverse.transposed(),
+            "inverse": inverse,
+            "counts": (len(residuals), len(inverse_residuals)),
         }
         null = null[::-1].conj()  # of the transpose, not of the adjoint
     # The cotangents of guesses hold guesses for adjoint solves.

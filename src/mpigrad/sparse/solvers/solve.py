@@ -46,6 +46,7 @@ from mpigrad.sparse.solvers.jax_backend import (
 )
 from mpigrad.sparse.solvers.methods import (
     INFO,
+    Cycle,
     LinearSolver,
     check_diagonal,
     check_hashable,
@@ -375,7 +376,9 @@ def _run(
             faults = _null_faults(values, rhs, null, len(b), solver, pattern, head, how["throw"])
         if singular:
             b = into_range(null[:, -1], b, comm)
-        if by_library:  # they are so fast that copies of vectors count
+        if isinstance(solver, Cycle):  # linear for vectors of any size
+            x, info = method(values, b, x0)
+        elif by_library:  # they are so fast that copies of vectors count
             x, info = jax.lax.cond(
                 has_usual_squares(b, comm),
                 mark_common_branch(lambda: method(values, b, x0)),
