@@ -8,15 +8,18 @@ from systems import _on_ranks, grid_system, stripes
 
 import mpigrad as mg
 from helpers import close
+from mpigrad.grid import Grid
 from mpigrad.sparse import (
     GMRES,
     LSC,
     MINRES,
     PCG,
+    PFMG,
     BlockDiagonal,
     Blocks,
     BlockTriangular,
     BoomerAMG,
+    BoxMG,
     Jacobi,
     Matrix,
     Pattern,
@@ -26,6 +29,7 @@ from mpigrad.sparse import (
     solve,
     why_no_petsc,
 )
+from mpigrad.sparse.solvers.methods import Cycle
 
 ROWS, BOUND = 30, 8
 CYCLE = BoomerAMG() if hypre_available() else Jacobi()
@@ -163,6 +167,37 @@ def test_null_space_of_one_field(comm):
         for left, right in zip(K @ (u, p), b, strict=True):
             close(left, right, 1e-9)
     close(slopes[-1], slopes[0], 1e-8)
+
+
+@pytest.mark.skipif(not hypre_available(), reason="no hypre")
+def test_one_cycle_of_multigrid(comm):
+    """A linear map near the inverse, for vectors of any size, whose transpose is set up once."""
+    grid = Grid((12, 10), (1.0, 1.0), comm=comm)
+    pattern = Pattern.from_stencil(grid, [(0, 0), (0, 1), (0, -1), (1, 0), (-1, 0)])
+    ones = jnp.ones(grid.local_shape)
+    A = Matrix.assemble(pattern, [5e3 * ones, *[-1e3 * ones] * 4])
+    b = jnp.sin(jnp.arange(pattern.n_local) + 1.0 * comm.rank)
+    x = solve(A, b, PCG(rtol=1e-12)).value
+    for method in (BoomerAMG(), PFMG(), BoxMG()):
+        z = solve(A, b, Cycle(method)).value
+        away, size = mg.allreduce(jnp.stack([jnp.sum((z - x) ** 2), jnp.sum(x**2)]))
+        assert away < 0.1 * size, method
+        tiny = solve(A, 1e-250 * b, Cycle(method)).value
+        close(1e250 * tiny, z, 1e-6 if method == BoxMG() else 1e-12)  # in single precision
+
+    K = Blocks([[A, None], [None, A]])
+    solver = GMRES(rtol=1e-12, preconditioner=BlockTriangular(BoomerAMG(), BoxMG()))
+
+    @mg.jit
+    def derivatives(b):
+        loss = lambda f: sum(jnp.sum(v**2) for v in solve(K, (f, b), solver).value)
+        return mg.jvp(mg.grad(loss), (b,), (b,))
+
+    slope, change = derivatives(b)
+    exact = 2 * solve(A, x, PCG(rtol=1e-12)).value  # A is symmetric
+    close(slope, exact, 1e-9)
+    close(change, exact, 1e-9)
+    assert solve(A.T, b, PCG(preconditioner=BoomerAMG())).stats["setups"] == 1
 
 
 def test_minres(comm):

@@ -137,8 +137,8 @@ class BlockDiagonal(_OfBlocks):
     Parameters
     ----------
     *solvers
-        One for each field: `BoomerAMG(...)` or `PFMG(...)` is one cycle of multigrid. `Jacobi()` or
-        a `Preconditioner` of your own is applied once. A `LinearSolver` solves, to its own
+        One for each field. `BoomerAMG(...)`, `PFMG(...)` or `BoxMG(...)` is one cycle. `Jacobi()`
+        or a `Preconditioner` of your own is applied once. A `LinearSolver` solves, to its own
         tolerance: to 1e-6 or less, or in `GMRES(flexible=True)`. `LSC(...)` is for the last field.
 
     Examples

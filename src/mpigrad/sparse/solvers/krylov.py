@@ -414,10 +414,63 @@ def bicgstab(s: LinearSystem) -> Outcome:
 # ---- GMRES with restarts: classical Gram-Schmidt twice, two reductions in each iteration ----
 
 
+# Rows of vectors as arrays of 16, 48, 192, ... rows: only those in use are read.
+_Rows = tuple[jax.Array, ...]
+
+
+def _empty_rows(m: int, n: int, dtype: Any) -> _Rows:
+    ends = [16]
+    while ends[-1] < m:
+        ends.append(4 * ends[-1])
+    return tuple(
+        jnp.zeros((min(end, m) - start, n), dtype)
+        for start, end in zip([0, *ends], ends, strict=False)
+        if start < m
+    )
+
+
+def _starts(rows: _Rows) -> list[int]:
+    return [sum(len(part) for part in rows[:k]) for k in range(len(rows))]
+
+
+def _products(rows: _Rows, w: jax.Array, last: jax.Array) -> jax.Array:
+    """Return this rank's part of the inner products with w, where rows after `last` count as 0."""
+    return jnp.concatenate(
+        [
+            jax.lax.cond(
+                start <= last,
+                lambda part: part.conj() @ w,
+                lambda part: jnp.zeros_like(part[:, 0]),
+                part,
+            )
+            for start, part in zip(_starts(rows), rows, strict=True)
+        ]
+    )
+
+
+def _added(w: jax.Array, h: jax.Array, rows: _Rows, last: jax.Array) -> jax.Array:
+    """Return w + sum of h_k row_k, where h is 0 after `last`."""
+    for start, part in zip(_starts(rows), rows, strict=True):
+        own = h[start : start + len(part)]
+        w = jax.lax.cond(
+            start <= last, lambda w, own, part: w + own @ part, lambda w, *_: w, w, own, part
+        )
+    return w
+
+
+def _with_row(rows: _Rows, k: jax.Array, w: jax.Array) -> _Rows:
+    parts = []
+    for start, part in zip(_starts(rows), rows, strict=True):
+        at = jnp.clip(k - start, 0, len(part) - 1)
+        parts.append(part.at[at].set(jnp.where(at == k - start, w, part[at])))
+    return tuple(parts)
+
+
 class _GMRESIterate(NamedTuple):
     x: jax.Array
-    basis: jax.Array  # (m + 1, n_local), orthonormal rows
-    directions: jax.Array  # (m, n_local), M times the rows. (0, n_local): M is a fixed linear map
+    v: jax.Array  # the newest vector of the basis
+    basis: _Rows  # (m + 1, n_local), orthonormal
+    directions: _Rows  # (m, n_local), M times the basis. (): M is a fixed linear map
     triangle: jax.Array  # (m, m), of the Hessenberg matrix's QR factorisation
     rotation: jax.Array  # (m + 1, m + 1), unitary: rotation @ Hessenberg = triangle
     scale: jax.Array  # |b - A x| at the start of the cycle
@@ -442,15 +495,16 @@ def gmres(s: LinearSystem, restart: int, *, flexible: bool = False) -> Outcome:
 
     def extend(i: _GMRESIterate) -> tuple[jax.Array, ...]:
         """Return the next basis vector, its coefficients, its norm before scaling, and M v."""
-        z = s.precondition(i.basis[i.column])
+        z = s.precondition(i.v)
         q = s.product(jnp.where(i.fresh, i.x, z))
         w = jnp.where(i.fresh, s.b - q, q)
-        present = (rows <= i.column) & ~i.fresh
-        h = jnp.where(present, s.sums(i.basis.conj() @ w), 0)
-        w -= h @ i.basis
-        sums = s.sums(jnp.concatenate([i.basis.conj() @ w, jnp.vdot(w, w)[None]]))
+        last = jnp.where(i.fresh, -1, i.column)
+        present = rows <= last
+        h = jnp.where(present, s.sums(_products(i.basis, w, last)), 0)
+        w = _added(w, -h, i.basis, last)
+        sums = s.sums(jnp.concatenate([_products(i.basis, w, last), jnp.vdot(w, w)[None]]))
         again = jnp.where(present, sums[:-1], 0)
-        w -= again @ i.basis
+        w = _added(w, -again, i.basis, last)
         # The second correction is small compared with w: nothing cancels.
         norm = jnp.sqrt(jnp.maximum(sums[-1].real - jnp.vdot(again, again).real, 0))
         return w / jnp.where(norm > 0, norm, 1).astype(dtype), h + again, norm, z
@@ -458,12 +512,12 @@ def gmres(s: LinearSystem, restart: int, *, flexible: bool = False) -> Outcome:
     def step(i: _GMRESIterate) -> _GMRESIterate:
         j = i.column
         w, h, norm, z = extend(i)
-        directions = i.directions.at[j].set(z) if flexible else i.directions
-        basis = i.basis.at[jnp.where(i.fresh, 0, j + 1)].set(w)
+        directions = _with_row(i.directions, j, z) if flexible else i.directions
+        basis = _with_row(i.basis, jnp.where(i.fresh, 0, j + 1), w)
 
         # A fresh cycle: its residual is w, of this norm.
         start = _GMRESIterate(
-            i.x, basis, i.directions, identity[:m, :m], identity, norm, jnp.zeros_like(j),
+            i.x, w, basis, directions, identity[:m, :m], identity, norm, jnp.zeros_like(j),
             jnp.zeros_like(i.fresh), i.steps,
             s.verdict(norm**2, goal, i.scale**2, i.steps),
         )  # fmt: skip
@@ -489,20 +543,22 @@ def gmres(s: LinearSystem, restart: int, *, flexible: bool = False) -> Outcome:
         def finish(_: None) -> jax.Array:
             g = jnp.where(rows[:m] <= j, i.scale * rotation[:m, 0], 0)
             y = jax.scipy.linalg.solve_triangular(triangle, g)
-            return i.x + (y @ directions if flexible else s.precondition(y @ basis[:m]))
+            if flexible:
+                return _added(i.x, y, directions, j)
+            return i.x + s.precondition(_added(jnp.zeros_like(i.x), jnp.pad(y, (0, 1)), basis, j))
 
         x = jax.lax.cond(full & ~i.fresh, mark_common_branch(finish), lambda _: i.x, None)
         state = s.unless_finite(radius, RUNNING, i.steps)
         grown = _GMRESIterate(
-            x, basis, directions, triangle, rotation, i.scale, j + 1, full, steps, state
+            x, w, basis, directions, triangle, rotation, i.scale, j + 1, full, steps, state
         )  # fmt: skip
-        return _GMRESIterate(*(jnp.where(i.fresh, u, v) for u, v in zip(start, grown, strict=True)))
+        return jax.tree.map(lambda u, v: v if u is v else jnp.where(i.fresh, u, v), start, grown)
 
     zero = jnp.zeros((), "int32")
     first = _GMRESIterate(
-        s.guess(size), jnp.zeros((m + 1, n), dtype), jnp.zeros((m if flexible else 0, n), dtype),
-        identity[:m, :m], identity, jnp.full((), jnp.inf, real), zero, jnp.ones((), bool), zero,
-        state,
+        s.guess(size), jnp.zeros(n, dtype), _empty_rows(m + 1, n, dtype),
+        _empty_rows(m if flexible else 0, n, dtype), identity[:m, :m], identity,
+        jnp.full((), jnp.inf, real), zero, jnp.ones((), bool), zero, state,
     )  # fmt: skip
     end = jax.lax.while_loop(lambda i: i.state == RUNNING, step, first)
     return Outcome(end.x, end.scale**2, size, end.steps, end.state)
