@@ -4,12 +4,12 @@ Spheres (discs in two dimensions), a million times stiffer than the fluid around
 layers of fluid. The sides and the bottom let the fluid slip, and the top is free. Stokes' equations
 are solved with Taylor-Hood elements (Taylor and Hood 1973) and GMRES: multigrid for the velocities,
 and the mass of the pressure divided by the viscosity in place of the Schur complement. L-BFGS finds
-the logarithms of the three viscosities from the velocities at the surface. The flow does not
-change with the viscosity of the spheres, which move as if they were rigid.
+the logarithms of the three viscosities from the velocities at the surface. The flow hardly
+changes with the viscosity of the spheres, which move as if they were rigid.
 
     mpigrad launch -n 2 examples/sinking_spheres.py spheres.png
 
-`--cells 48` gives a finer mesh. `--dim 3` has spheres, by default in 8 x 8 x 8 cells.
+`--cells 32` gives a finer mesh. `--dim 3` has spheres, by default in 5³ boxes, and no picture.
 """
 
 import argparse
@@ -31,7 +31,7 @@ parser.add_argument("--cells", type=int, help="along each side")
 options, _ = parser.parse_known_args()
 
 dim = options.dim
-n = options.cells or {2: 16, 3: 8}[dim]
+n = options.cells or {2: 16, 3: 5}[dim]
 mesh = fem.box((n,) * dim, (1.0,) * dim, cell_type="triangle" if dim == 2 else "tetrahedron")
 V, Q = fem.Space(mesh, 2, components=dim), fem.Space(mesh)
 flow = fem.Mixed(velocity=V, pressure=Q)
