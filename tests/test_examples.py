@@ -24,9 +24,11 @@ LONG = {
     "lynx_hare": "tests/jobs and tests/applications/population",
     "moving_source": "tests/fem/test_stepping.py and test_observation.py",
     "nonlinear_diffusion": "tests/sparse/nonlinear/test_newton.py",
+    "obstacle_flow": "tests/fem/test_mixed.py",
     "particle_mesh": "tests/fft/test_particle_mesh.py, which runs its functions",
     "perforated_plate": "tests/fem/test_mesh_files.py",
     "reaction_diffusion": "test_loops.py and tests/grid/test_halo_exchange.py",
+    "sinking_spheres": "tests/fem/test_mixed.py",
     "taylor_green": "tests/fft/test_taylor_green.py, which runs its functions",
     "topology_optimization": "tests/fem/test_fem_derivatives.py",
 }
