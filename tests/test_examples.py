@@ -27,6 +27,7 @@ LONG = {
     "obstacle_flow": "tests/fem/test_mixed.py",
     "particle_mesh": "tests/fft/test_particle_mesh.py, which runs its functions",
     "perforated_plate": "tests/fem/test_mesh_files.py",
+    "plate_frequencies": "tests/sparse/test_eigenpairs.py and tests/fem/test_fem_derivatives.py",
     "reaction_diffusion": "test_loops.py and tests/grid/test_halo_exchange.py",
     "sinking_spheres": "tests/fem/test_mixed.py",
     "taylor_green": "tests/fft/test_taylor_green.py, which runs its functions",
