@@ -202,6 +202,30 @@ def test_multigrid_and_ranks(comm):
     close(free.value.values[0], 0, 1e-12)
 
 
+def test_fixed_rows(comm):
+    """A line in two pieces: no pair of a fixed row, and derivatives of the free ones."""
+    A, n = line(comm, 12), 12
+    M = Matrix(A.pattern, jnp.where(A.values > 0, 0.5, 0.0))
+    fixed = np.isin(local_range(n, comm), [0, 5, 11])
+    pieces = [2 - 2 * np.cos(np.arange(1, m) * np.pi / m) for m in (5, 6)]
+    expected = 2 * np.sort(np.concatenate(pieces))
+    whole = eigh(A, M, k=9, fixed=fixed).value
+    close(whole.values, expected, 1e-12)
+    assert not whole.vectors[fixed].any()
+    close(eigh(A, M, k=2, which="largest", fixed=fixed).value.values, expected[-2:], 1e-12)
+
+    def lowest(a):
+        pairs = eigh(Matrix(A.pattern, a), M, k=2, fixed=fixed, preconditioner=Jacobi()).value
+        return jnp.sum(pairs.values) / comm.size
+
+    slope = mg.grad(lowest)(A.values)
+    close(mg.allreduce(jnp.sum(slope * A.values), comm=comm), expected[:2].sum(), 1e-10)
+    with pytest.raises(ValueError, match="rows that are not fixed, 9, got k=10"):
+        eigh(A, k=10, fixed=fixed)
+    with pytest.raises(TypeError, match="eigh: fixed must be booleans for the"):
+        eigh(A, fixed=np.arange(3))
+
+
 def _boundary(grid, A):
     """The links that lead out of the square, on the diagonal."""
     ones = jnp.ones(A.pattern.n_local)

@@ -9,6 +9,7 @@ from typing import Any, Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 
 from mpigrad.extend import (
     CARRIER,
@@ -69,6 +70,7 @@ def eigh(
     B: Matrix | None = None,
     k: int = 1,
     *,
+    fixed: Any = None,
     which: Literal["smallest", "largest"] = "smallest",
     preconditioner: Preconditioner | Literal["auto"] | None = "auto",
     shift: float = 0.0,
@@ -92,7 +94,11 @@ def eigh(
         The symmetric positive definite matrix of a generalized problem, with the rows of A.
         Default: the identity.
     k
-        The number of pairs, at most the number of rows.
+        The number of pairs, at most the number of rows that are not fixed.
+    fixed
+        True for the rows in which all vectors are 0: a Dirichlet condition. Booleans with this
+        rank's n_local entries, such as `fem.Space.fixed` makes. Rows and columns are removed here,
+        so give A and B as they are assembled. Default: no rows.
     which
         "smallest" or "largest", by value and not by size.
     preconditioner
@@ -149,6 +155,7 @@ def eigh(
     (True, True)
     """
     k, shift = _check(A, B, k, which, shift, rtol, max_steps)
+    A, B, free, n_free = _without_fixed(A, B, k, fixed)
     pattern, mass = A.pattern, None if B is None else B.pattern
     dtype = jnp.promote_types(A.dtype, A.dtype if B is None else B.dtype)
     sign = 1 if which == "smallest" else -1
@@ -161,8 +168,10 @@ def eigh(
         a_values,
         b_values,
         jax.lax.stop_gradient(matrix.values.astype(dtype)),
+        free.astype(dtype),
         carrier(),
         pattern=pattern,
+        n_free=n_free,
         mass=mass,
         inverted=matrix.pattern,
         method=method,
@@ -224,11 +233,7 @@ def _check(
             f"eigh: k must be an integer, got {k!r} of type {type(k).__name__}. Give the number of "
             "eigenpairs. The matrix B comes before it: eigh(A, B, k)."
         ) from None
-    if not 1 <= k <= A.shape[0]:
-        raise ValueError(
-            f"eigh: k must be at least 1 and at most the number of rows, {A.shape[0]}, got k={k}. "
-            "Ask for fewer eigenpairs."
-        )
+    _check_count(k, A.shape[0], "rows")
     if which not in ("smallest", "largest"):
         raise ValueError(
             f"eigh: which must be 'smallest' or 'largest', got {which!r}. For the values of "
@@ -250,6 +255,42 @@ def _check(
                         "both with the same n_local."
                     )
     return k, shift
+
+
+def _check_count(k: int, count: int, what: str) -> None:
+    if not 1 <= k <= count:
+        raise ValueError(
+            f"eigh: k must be at least 1 and at most the number of {what}, {count}, got k={k}. "
+            "Ask for fewer eigenpairs."
+        )
+
+
+def _without_fixed(
+    A: Matrix, B: Matrix | None, k: int, fixed: Any
+) -> tuple[Matrix, Matrix | None, np.ndarray, int]:
+    """Return the matrices with rows of the identity, 1 in rows that are free, and their number."""
+    n, comm = A.pattern.n_local, A.pattern.comm
+    if fixed is None:
+        return A, B, np.zeros(0), A.shape[0]
+    with raise_on_all_ranks(comm):
+        if isinstance(fixed, Tracer):
+            raise TypeError(
+                "eigh: fixed must be known before tracing, got a traced array. Make it outside of "
+                "the function."
+            )
+        fixed = np.asarray(fixed)
+        if fixed.dtype != bool or fixed.size != n:
+            raise TypeError(
+                f"eigh: fixed must be booleans for the {n} rows of rank {comm.rank}, got dtype "
+                f"{fixed.dtype} and shape {fixed.shape}. Make them by space.fixed(...)."
+            )
+    fixed = fixed.reshape(-1)
+    n_free = int(comm.mpi.allreduce(int(np.sum(~fixed))))
+    _check_count(k, n_free, "rows that are not fixed")
+    # The vectors begin with zeros in these rows, and nothing leads there.
+    A = A.at_boundary(fixed, jnp.zeros(n, A.dtype))[0]
+    B = None if B is None else B.at_boundary(fixed, jnp.zeros(n, B.dtype))[0]
+    return A, B, ~fixed, n_free
 
 
 def _preconditioner(
@@ -351,8 +392,9 @@ def _raise_faults(
 _OF_B = 200  # added to the `Result` of a check of B
 
 
-# ---- the pairs: (A values, B values, values for the preconditioner, carrier) -> Λ (k, k), X
-# (k, n_local), B X, info (3 + k): result, steps, next value, relative residuals ----
+# ---- the pairs: (A values, B values, values for the preconditioner, 1 in free rows (or an empty
+# array), carrier) -> Λ (k, k), X (k, n_local), B X, info (3 + k): result, steps, next value,
+# relative residuals ----
 
 
 _APPROXIMATE = (
@@ -368,16 +410,16 @@ def _shapes(a: Any, *_: Any, k: int, pattern: Pattern, **__: Any) -> list[Any]:
     return [jax.ShapeDtypeStruct(shape, a.dtype) for shape in shapes]
 
 
-def _run(a: Any, b: Any, shifted: Any, _: Any, **params: Any) -> list[Any]:
+def _run(a: Any, b: Any, shifted: Any, free: Any, _: Any, **params: Any) -> list[Any]:
     pattern, mass, k = params["pattern"], params["mass"], params["k"]
-    m = block_size(k, pattern.n_rows)
+    m = block_size(k, params["n_free"])
     with without_carriers():
         problem = eigenproblem(params, a, b, shifted)
         state = check_symmetric(Matrix(pattern, a), definite=False)
         if mass is not None:
             other = check_symmetric(Matrix(mass, b), definite=True)
             state = jnp.where((state == RUNNING) & (other != RUNNING), _OF_B + other, state)
-        end = lobpcg(problem, k, m, params["max_steps"], state, a.dtype)
+        end = lobpcg(problem, k, m, params["max_steps"], state, free)
         massed = end.x if end.bx is None else end.bx
         follower = end.values[k] if m > k else jnp.full((), jnp.inf, a.dtype)
         usable = jnp.zeros((), bool)
@@ -397,7 +439,7 @@ def _differentiate(
     operands: Sequence[Any], params: dict[str, Any], activity: Activity
 ) -> tuple[list[Any], Any, Callable[..., Any]]:
     """Differentiate A X = B X Λ and Xᵀ B X = 1."""
-    a, b, shifted, c = operands
+    a, b, shifted, _, c = operands
     lam, x, bx, info = eigh_p.bind(*operands, **params)
     pattern, mass = params["pattern"], params["mass"]
     link = c + opaque_zero(x, CARRIER)
@@ -405,7 +447,7 @@ def _differentiate(
     all_bx = None if mass is None else all_x if mass is pattern else with_ghosts(mass, x, link)
 
     def tangent(saved: Any, tangents: Sequence[Any]) -> list[Any]:
-        (a, b, shifted, lam, x, bx, info, all_x, all_bx, link), (ta, tb, _, tc) = saved, tangents
+        (a, b, shifted, lam, x, bx, info, all_x, all_bx, link), (ta, tb, _, _, tc) = saved, tangents
         r = jnp.zeros_like(x) if tc is None else opaque_zero(tc, jax.typeof(x))
         h, moved = jnp.zeros_like(lam), None
         if ta is not None:

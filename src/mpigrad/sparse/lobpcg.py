@@ -167,7 +167,7 @@ class Iterate(NamedTuple):
 
 
 def lobpcg(
-    problem: Eigenproblem, k: int, m: int, max_steps: int, state: jax.Array, dtype: Any
+    problem: Eigenproblem, k: int, m: int, max_steps: int, state: jax.Array, free: jax.Array
 ) -> Iterate:
     """Compute the k smallest eigenvalues and their vectors by m vectors (collective).
 
@@ -181,7 +181,10 @@ def lobpcg(
     ----------
     state
         `RUNNING`, or a `Result` with which nothing is computed.
+    free
+        Shape (n,): 1, or 0 in rows in which all vectors are 0. Shape (0,): no such rows.
     """
+    dtype = free.dtype
     wanted = jnp.arange(m) < k
     # The first guard shows if the last group of equal values continues.
     loose = jnp.where(jnp.arange(m) == k, max(problem.rtol, problem.rtol**0.5), jnp.inf)
@@ -260,6 +263,7 @@ def lobpcg(
     zeros, count = jnp.zeros((m, problem.n), dtype), jnp.zeros((), "int32")
     # Entry (i, j) depends on the global row i alone: the same vectors on any number of ranks.
     start = noise(problem.first * m, problem.n * m, dtype, _SEED).reshape(problem.n, m).T
+    start = start * free if free.size else start
     none = jnp.zeros(m, dtype)
     massed = None if problem.mass is None else zeros
     first = Iterate(
