@@ -418,6 +418,7 @@ inline std::string System::solve(const double* values, bool compare, const doubl
   }
   if (request.method == kOneCycle) {
     set_rhs(b, call);
+    if (!call.agree()) return call.message();
     call("the multigrid cycle", [&] { return from_zero(rhs(), solution()); });
     get_solution(x, call);
     answer.iterations = 1;

@@ -343,8 +343,8 @@ class System {
     });
   }
 
-  // The power of two that brings x near 1.
-  static double unit(double x) { return std::ldexp(1.0, -std::ilogb(x)); }
+  // The power of two that brings x near 1, and is itself finite.
+  static double unit(double x) { return std::ldexp(1.0, std::clamp(-std::ilogb(x), -1000, 1000)); }
 
   // Gives a row, times the scale, to the cycle.
   void give(const double* row, int64_t y, int64_t z, double scale) {

@@ -15,6 +15,7 @@ __all__ = [
     "Numbering",
     "Route",
     "group_rows",
+    "merge_numbers",
     "repeated_rows",
     "row_groups",
     "unique_numbers",
@@ -341,3 +342,52 @@ class Numbering:
         return (
             f"Numbering(n_local={self.n_local}, n_ghosts={self.n_ghosts}, n_global={self.n_global})"
         )
+
+
+def merge_numbers(
+    nodes: Numbering,
+    removed: NDArray[np.int64],
+    partners: NDArray[np.int64],
+    read: NDArray[np.int64],
+) -> tuple[Numbering, NDArray[np.int32]]:
+    """Number nodes again, so that each removed one has the number of its partner (collective).
+
+    Parameters
+    ----------
+    removed
+        Global numbers of own nodes.
+    partners
+        The global number of the node that takes the place of each, of any rank. It may be removed,
+        too.
+    read
+        Global numbers that this rank reads.
+
+    Returns
+    -------
+    The numbering, in the same order and without the removed nodes, and the new local index of each
+    entry of `read`.
+    """
+    comm = nodes.comm
+    pairs = np.concatenate(comm.mpi.allgather(np.column_stack([removed, partners])))
+    pairs = pairs[np.argsort(pairs[:, 0])]
+
+    def followed(numbers: NDArray[np.int64]) -> tuple[NDArray[np.int64], bool]:
+        place = np.minimum(np.searchsorted(pairs[:, 0], numbers), max(len(pairs) - 1, 0))
+        hit = pairs[place, 0] == numbers
+        return np.where(hit, pairs[place, 1], numbers), bool(hit.any())
+
+    moved = False
+    for _ in range(4):  # a corner has one partner for each axis
+        pairs[:, 1], moved = followed(pairs[:, 1])
+    if moved:
+        raise ValueError(
+            "fem.Space: periodic sides must not lead back to themselves. Name each pair of "
+            "opposite sides once."
+        )
+    numbers = followed(read)[0]
+    numbers -= np.searchsorted(pairs[:, 0], numbers)
+    n_local = nodes.n_local - len(removed)
+    offset = nodes.offset - int(np.searchsorted(pairs[:, 0], nodes.offset))
+    foreign = (numbers < offset) | (numbers >= offset + n_local)
+    merged = Numbering(n_local, np.unique(numbers[foreign]), comm)
+    return merged, merged.local_index(numbers)

@@ -416,7 +416,7 @@ def _dtypes(equation: Equation) -> list[Any]:
 def equation_solver(equation: Equation, dtype: Any, rtol: float) -> LinearSolver:
     """Return the default solver of an equation."""
     space = equation.one_field("equation_solver")
-    elastic = space.components == space.mesh.dim
+    elastic = space.components == space.mesh.dim and space.pattern.near_null is not None
     amg = BoomerAMG(unknowns_per_cell=space.components, near_null=elastic)
     return default_solver(rtol, symmetric=equation.symmetric, dtype=dtype, multigrid=amg)
 

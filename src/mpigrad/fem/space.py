@@ -8,13 +8,17 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import jax
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
+from scipy.spatial import KDTree
 
 from mpigrad.collective_errors import assert_same_settings, raise_on_all_ranks
+from mpigrad.communicator import Communicator
+from mpigrad.extend import as_array
 from mpigrad.fem.cells import lagrange_element, reference_cell
 from mpigrad.fem.mesh import Facets, Mesh
-from mpigrad.fem.numbering import Numbering, Route, group_rows, row_groups
+from mpigrad.fem.numbering import Numbering, Route, group_rows, merge_numbers, row_groups
 from mpigrad.fem.write import Grid, write_grid
 from mpigrad.sparse import Pattern
 
@@ -217,13 +221,17 @@ class Space:
         The degree of the polynomials: 1 or 2.
     components
         The number of components of a field: 1 for scalars, mesh.dim for displacements.
+    periodic
+        Pairs of tags of opposite sides, such as {"xmin": "xmax"}. A node of the second side is the
+        same as the node of the first one at the same place, up to one translation for each pair.
+        Its coordinates are those on the first side.
 
     Attributes
     ----------
     mesh, degree, components
         The parameters.
     nodes
-        The global numbers of the nodes. For degree 1 it is `mesh.vertices`.
+        The global numbers of the nodes. For degree 1 it is `mesh.vertices`, if nothing is periodic.
     cell_nodes
         The local indices of the nodes of each cell, in the order of basix, shape (n_cells,
         n_basis), int32.
@@ -245,7 +253,13 @@ class Space:
     25
     """
 
-    def __init__(self, mesh: Mesh, degree: int = 1, components: int = 1) -> None:
+    def __init__(
+        self,
+        mesh: Mesh,
+        degree: int = 1,
+        components: int = 1,
+        periodic: Mapping[Any, Any] | None = None,
+    ) -> None:
         if isinstance(components, np.integer):
             components = int(components)
         with raise_on_all_ranks(mesh.comm):
@@ -259,7 +273,13 @@ class Space:
                     "fem.Space: components must be a positive integer, got "
                     f"{components!r} on rank {mesh.comm.rank}. Give 1 for a scalar field."
                 )
-        settings = {"degree": int(degree), "components": components}
+            if not isinstance(periodic, Mapping | None):
+                raise TypeError(
+                    f"fem.Space: periodic must be a dictionary of tags, got {periodic!r}. Write "
+                    'periodic={"xmin": "xmax"}.'
+                )
+        sides = dict(periodic or {})
+        settings = {"degree": int(degree), "components": components, "periodic": str(sides)}
         assert_same_settings(mesh.comm, settings, "fem.Space")
         self.mesh = mesh
         self.degree = int(degree)
@@ -268,7 +288,35 @@ class Space:
         self.nodes = made.nodes
         self.cell_nodes: NDArray[np.int32] = made.cell_nodes
         self.node_points: NDArray[np.float64] = made.points
+        # Nodes with both sides, and for each of this rank's own ones the local index of its node.
+        self._whole, self._node_of = made, None
+        if sides:
+            made, self._node_of = self._identified(sides)
+            self.nodes, self.cell_nodes, self.node_points = (
+                made.nodes, made.cell_nodes, made.points
+            )  # fmt: skip
         self._cache: dict[Any, Any] = {}
+
+    def _identified(self, sides: Mapping[Any, Any]) -> tuple[Nodes, NDArray[np.int32]]:
+        """Return the nodes of which those of opposite sides are the same."""
+        old, comm = self.nodes, self.mesh.comm
+        points = self.node_points[: old.n_local]
+        removed, partner = np.zeros(old.n_local, bool), np.zeros(old.n_local, np.int64)
+        for first, second in sides.items():
+            here, there = (self.nodes_on(self.mesh.facets(side)) for side in (first, second))
+            with raise_on_all_ranks(comm):
+                found = _partners(comm, old.offset, points, here, there, (first, second))
+                new = np.flatnonzero(there & ~removed)
+                partner[new] = found[new]
+                removed |= there
+        read = np.concatenate([old.numbers[self.cell_nodes].ravel(), old.numbers[: old.n_local]])
+        own = np.flatnonzero(removed)
+        nodes, index = merge_numbers(old, own + old.offset, partner[own], read)
+        cell_nodes, node_of = np.split(index, [self.cell_nodes.size])
+        made = Nodes(
+            nodes, cell_nodes.reshape(self.cell_nodes.shape), nodes.append_ghosts(points[~removed])
+        )
+        return made, node_of
 
     def cached(self, key: Any, make: Callable[[], Any]) -> Any:
         """Return what `make` has returned for this key at its first use."""
@@ -281,12 +329,12 @@ class Space:
         """The entries of matrices on this space (collective at its first use).
 
         The unknown of component c at node n is n * components + c. If there is a component for
-        each axis, the pattern has the rotations as `near_null`.
+        each axis, and nothing is periodic, the pattern has the rotations as `near_null`.
         """
         pattern = Pattern.from_elements(
             self.cell_unknowns, self.nodes.n_local * self.components, self.mesh.comm
         )
-        if self.components == self.mesh.dim:
+        if self.components == self.mesh.dim and self._node_of is None:
             pattern.near_null = self._rotations()
         return pattern
 
@@ -381,10 +429,48 @@ class Space:
         """The node at each of this rank's own vertices, shape (mesh.vertices.n_local,).
 
         `u[space.vertex_nodes]` has the values of a field at the vertices, for degree 2, too.
+
+        Raises
+        ------
+        ValueError
+            If the space is periodic: the node of a vertex may be that of another rank.
         """
+        if self._node_of is not None:
+            raise ValueError(
+                "Space.vertex_nodes: in a periodic space the node of a vertex may be that of "
+                "another rank. Take space.at_vertices(u)."
+            )
+        return self._vertex_index()
+
+    def _vertex_index(self) -> NDArray[np.int32]:
         nodes = np.empty(len(self.mesh.points), np.int32)
-        nodes[self.mesh.cells] = self.cell_nodes[:, : self.mesh.cells.shape[1]]
-        return nodes[: self.mesh.vertices.n_local]
+        nodes[self.mesh.cells] = self._whole.cell_nodes[:, : self.mesh.cells.shape[1]]
+        own = nodes[: self.mesh.vertices.n_local]
+        return own if self._node_of is None else self._node_of[own]
+
+    def at_vertices(self, u: Any) -> jax.Array:
+        """Return the values of a field at this rank's own vertices (collective if periodic).
+
+        Parameters
+        ----------
+        u
+            A field, shape (n_local,) or (n_local, components).
+
+        Returns
+        -------
+        Values of shape (mesh.vertices.n_local,) or (mesh.vertices.n_local, components).
+
+        Examples
+        --------
+        >>> from mpigrad import fem
+        >>> space = fem.Space(fem.box((2, 1), (2.0, 1.0)), 2, periodic={"xmin": "xmax"})
+        >>> u = space.interpolate(lambda x: x[:, 0])
+        >>> space.shape, [float(v) for v in space.at_vertices(u)]
+        ((12,), [0.0, 1.0, 0.0, 0.0, 1.0, 0.0])
+        """
+        if self._node_of is not None:
+            u = self.nodes.exchange.local_and_ghost(u)
+        return as_array(u)[self._vertex_index()]
 
     @property
     def element(self) -> Any:
@@ -518,11 +604,14 @@ class Space:
         >>> space = fem.Space(fem.box((4, 3), (1.0, 1.0)), degree=2)
         >>> space.write("u.pvtu", u=space.interpolate(lambda x: x[:, 0] ** 2))
         """
-        mesh = self.mesh
+        mesh, whole = self.mesh, self._whole
+        if self._node_of is not None:
+            every = self.nodes.exchange.local_and_ghost
+            fields = {name: np.asarray(every(u))[self._node_of] for name, u in fields.items()}
         write_grid(
             "Space.write",
             path,
-            Grid(mesh.cell_type, self.degree, self.nodes, self.node_points, self.cell_nodes),
+            Grid(mesh.cell_type, self.degree, whole.nodes, whole.points, whole.cell_nodes),
             points=fields,
             cells=cells or {},
         )
@@ -536,6 +625,37 @@ class Space:
 
 def _vertex_nodes(mesh: Mesh) -> Nodes:
     return Nodes(mesh.vertices, mesh.cells, mesh.points)
+
+
+def _partners(
+    comm: Communicator,
+    offset: int,
+    points: NDArray[np.float64],
+    here: NDArray[np.bool_],
+    there: NDArray[np.bool_],
+    names: tuple[Any, Any],
+) -> NDArray[np.int64]:
+    """Return for each own node of a side the global number of its partner on the opposite side."""
+    rows = [np.flatnonzero(side) for side in (here, there)]
+    sides = [np.concatenate(comm.mpi.allgather(points[row])) for row in rows]
+    numbers = np.concatenate(comm.mpi.allgather(rows[0] + offset))
+    found = np.full(len(points), -1, np.int64)
+    if len(sides[0]) != len(sides[1]) or len(sides[0]) == 0:
+        raise ValueError(
+            f"fem.Space: the periodic sides {names[0]} and {names[1]} must have the same number of "
+            f"nodes, got {len(sides[0])} and {len(sides[1])}. Make a mesh whose sides match."
+        )
+    shift = sides[1].mean(axis=0) - sides[0].mean(axis=0)
+    extent = np.ptp(np.concatenate(sides), axis=0).max()
+    away, place = map(np.asarray, KDTree(sides[0]).query(points[rows[1]] - shift))
+    if np.any(away > 1e-6 * extent) or len(np.unique(place)) < len(place):
+        raise ValueError(
+            f"fem.Space: a node of the side {names[1]} has no partner on {names[0]}: the nearest "
+            f"one is {np.max(away):.3g} away after a translation by {shift}. Make a mesh whose "
+            "sides match."
+        )
+    found[rows[1]] = numbers[place]
+    return found
 
 
 def _facet_closures(element: Any, dim: int) -> NDArray[np.intp]:

@@ -14,6 +14,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from mpigrad.extend import (
     CARRIER,
@@ -41,16 +42,25 @@ __all__ = ["bordered_p", "eigenproblem", "frame_p", "with_ghosts"]
 
 def eigenproblem(params: dict[str, Any], a: Any, b: Any, shifted: Any) -> Eigenproblem:
     pattern, mass, site = params["pattern"], params["mass"], params["site"]
-    return Eigenproblem(
+    apply_method = preconditioned(params["method"], params["inverted"], shifted, site)
+    free = np.frombuffer(params["free"], bool) if params["free"] else None
+
+    def precondition(rows: jax.Array) -> tuple[jax.Array, jax.Array]:
+        z, fault = apply_method(rows)  # which may lead into fixed rows
+        return problem.in_free_rows(z), fault
+
+    problem = Eigenproblem(
         product=lambda rows: multiply_rows(pattern, a, rows),
         mass=None if mass is None else lambda rows: multiply_rows(mass, b, rows),
-        precondition=preconditioned(params["method"], params["inverted"], shifted, site),
+        precondition=precondition,
         n=pattern.n_local,
         first=pattern.offset,
         rtol=params["rtol"],
         shift=params["shift"],
         comm=pattern.comm,
+        free=free,
     )
+    return problem
 
 
 def with_ghosts(pattern: Pattern, rows: jax.Array, link: Any) -> jax.Array:

@@ -98,7 +98,7 @@ def eigh(
     fixed
         True for the rows in which all vectors are 0: a Dirichlet condition. Booleans with this
         rank's n_local entries, such as `fem.Space.fixed` makes. Rows and columns are removed here,
-        so give A and B as they are assembled. Default: no rows.
+        so give A and B as they are assembled. Default: no rows, which is then so on all ranks.
     which
         "smallest" or "largest", by value and not by size.
     preconditioner
@@ -164,13 +164,15 @@ def eigh(
     method, matrix = _preconditioner(
         preconditioner, Matrix(pattern, a_values), B, sign, shift, dtype
     )
+    if free and method is not None:  # ones in fixed rows, without the shift and of this sign
+        matrix = matrix.at_boundary(~np.frombuffer(free, bool))
     lam, x, _, info = eigh_p.bind(
         a_values,
         b_values,
         jax.lax.stop_gradient(matrix.values.astype(dtype)),
-        free.astype(dtype),
         carrier(),
         pattern=pattern,
+        free=free,
         n_free=n_free,
         mass=mass,
         inverted=matrix.pattern,
@@ -267,11 +269,11 @@ def _check_count(k: int, count: int, what: str) -> None:
 
 def _without_fixed(
     A: Matrix, B: Matrix | None, k: int, fixed: Any
-) -> tuple[Matrix, Matrix | None, np.ndarray, int]:
-    """Return the matrices with rows of the identity, 1 in rows that are free, and their number."""
+) -> tuple[Matrix, Matrix | None, bytes, int]:
+    """Return the matrices with rows of the identity, which rows are free, and their number."""
     n, comm = A.pattern.n_local, A.pattern.comm
     if fixed is None:
-        return A, B, np.zeros(0), A.shape[0]
+        return A, B, b"", A.shape[0]
     with raise_on_all_ranks(comm):
         if isinstance(fixed, Tracer):
             raise TypeError(
@@ -287,10 +289,9 @@ def _without_fixed(
     fixed = fixed.reshape(-1)
     n_free = int(comm.mpi.allreduce(int(np.sum(~fixed))))
     _check_count(k, n_free, "rows that are not fixed")
-    # The vectors begin with zeros in these rows, and nothing leads there.
     A = A.at_boundary(fixed, jnp.zeros(n, A.dtype))[0]
     B = None if B is None else B.at_boundary(fixed, jnp.zeros(n, B.dtype))[0]
-    return A, B, ~fixed, n_free
+    return A, B, (~fixed).tobytes(), n_free
 
 
 def _preconditioner(
@@ -392,9 +393,9 @@ def _raise_faults(
 _OF_B = 200  # added to the `Result` of a check of B
 
 
-# ---- the pairs: (A values, B values, values for the preconditioner, 1 in free rows (or an empty
-# array), carrier) -> Λ (k, k), X (k, n_local), B X, info (3 + k): result, steps, next value,
-# relative residuals ----
+# ---- the pairs: (A values, B values, values for the preconditioner, carrier) -> Λ (k, k), X
+# (k, n_local), B X, info (3 + k): result, steps, next value, relative residuals. The parameter
+# `free` has the bytes of a mask of the rows that are not fixed, or none ----
 
 
 _APPROXIMATE = (
@@ -410,7 +411,7 @@ def _shapes(a: Any, *_: Any, k: int, pattern: Pattern, **__: Any) -> list[Any]:
     return [jax.ShapeDtypeStruct(shape, a.dtype) for shape in shapes]
 
 
-def _run(a: Any, b: Any, shifted: Any, free: Any, _: Any, **params: Any) -> list[Any]:
+def _run(a: Any, b: Any, shifted: Any, _: Any, **params: Any) -> list[Any]:
     pattern, mass, k = params["pattern"], params["mass"], params["k"]
     m = block_size(k, params["n_free"])
     with without_carriers():
@@ -419,7 +420,7 @@ def _run(a: Any, b: Any, shifted: Any, free: Any, _: Any, **params: Any) -> list
         if mass is not None:
             other = check_symmetric(Matrix(mass, b), definite=True)
             state = jnp.where((state == RUNNING) & (other != RUNNING), _OF_B + other, state)
-        end = lobpcg(problem, k, m, params["max_steps"], state, free)
+        end = lobpcg(problem, k, m, params["max_steps"], state, a.dtype)
         massed = end.x if end.bx is None else end.bx
         follower = end.values[k] if m > k else jnp.full((), jnp.inf, a.dtype)
         usable = jnp.zeros((), bool)
@@ -439,7 +440,7 @@ def _differentiate(
     operands: Sequence[Any], params: dict[str, Any], activity: Activity
 ) -> tuple[list[Any], Any, Callable[..., Any]]:
     """Differentiate A X = B X Λ and Xᵀ B X = 1."""
-    a, b, shifted, _, c = operands
+    a, b, shifted, c = operands
     lam, x, bx, info = eigh_p.bind(*operands, **params)
     pattern, mass = params["pattern"], params["mass"]
     link = c + opaque_zero(x, CARRIER)
@@ -447,7 +448,7 @@ def _differentiate(
     all_bx = None if mass is None else all_x if mass is pattern else with_ghosts(mass, x, link)
 
     def tangent(saved: Any, tangents: Sequence[Any]) -> list[Any]:
-        (a, b, shifted, lam, x, bx, info, all_x, all_bx, link), (ta, tb, _, _, tc) = saved, tangents
+        (a, b, shifted, lam, x, bx, info, all_x, all_bx, link), (ta, tb, _, tc) = saved, tangents
         r = jnp.zeros_like(x) if tc is None else opaque_zero(tc, jax.typeof(x))
         h, moved = jnp.zeros_like(lam), None
         if ta is not None:

@@ -66,6 +66,8 @@ class Eigenproblem:
         A pair has converged when |A x - λ B x| <= rtol (|λ| + |shift|) |B x|.
     comm
         The communicator over whose ranks the problem is distributed.
+    free
+        False in rows in which all vectors are 0, shape (n,). None: there are none.
     """
 
     product: Rows
@@ -76,6 +78,11 @@ class Eigenproblem:
     rtol: float
     shift: float
     comm: Communicator
+    free: np.ndarray | None = None
+
+    def in_free_rows(self, rows: jax.Array) -> jax.Array:
+        """Return rows of numbers with zeros where all vectors are 0."""
+        return rows if self.free is None else jnp.where(self.free, rows, 0)
 
     def massed(self, rows: jax.Array) -> jax.Array:
         """Return B rows."""
@@ -167,7 +174,7 @@ class Iterate(NamedTuple):
 
 
 def lobpcg(
-    problem: Eigenproblem, k: int, m: int, max_steps: int, state: jax.Array, free: jax.Array
+    problem: Eigenproblem, k: int, m: int, max_steps: int, state: jax.Array, dtype: Any
 ) -> Iterate:
     """Compute the k smallest eigenvalues and their vectors by m vectors (collective).
 
@@ -181,10 +188,7 @@ def lobpcg(
     ----------
     state
         `RUNNING`, or a `Result` with which nothing is computed.
-    free
-        Shape (n,): 1, or 0 in rows in which all vectors are 0. Shape (0,): no such rows.
     """
-    dtype = free.dtype
     wanted = jnp.arange(m) < k
     # The first guard shows if the last group of equal values continues.
     loose = jnp.where(jnp.arange(m) == k, max(problem.rtol, problem.rtol**0.5), jnp.inf)
@@ -263,7 +267,7 @@ def lobpcg(
     zeros, count = jnp.zeros((m, problem.n), dtype), jnp.zeros((), "int32")
     # Entry (i, j) depends on the global row i alone: the same vectors on any number of ranks.
     start = noise(problem.first * m, problem.n * m, dtype, _SEED).reshape(problem.n, m).T
-    start = start * free if free.size else start
+    start = problem.in_free_rows(start)
     none = jnp.zeros(m, dtype)
     massed = None if problem.mass is None else zeros
     first = Iterate(

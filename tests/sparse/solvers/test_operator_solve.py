@@ -188,6 +188,26 @@ def test_a_given_inverse(comm):
     assert helped < plain
 
 
+def test_an_inverse_with_a_part_on_the_root(comm):
+    """Messages whose results one rank alone uses are sent in each step of the adjoint solve."""
+    n = 4
+    stiffness = jnp.arange(1.0, n + 1) + comm.rank
+
+    def product(v):
+        return stiffness * v + mg.allreduce(jnp.sum(v), comm=comm)
+
+    def inverse(r):
+        sums = mg.gather(jnp.sum(r), root=0, comm=comm)
+        coarse = 0.05 * sums if comm.rank == 0 else jnp.zeros(comm.size)
+        return r / stiffness - mg.scatter(coarse, root=0, comm=comm)
+
+    def slope(A):
+        solver = GMRES(rtol=1e-12, preconditioner=None)
+        return mg.grad(lambda b: jnp.sum(solve(A, b, solver).value ** 2))(jnp.ones(n))
+
+    close(slope(Operator(product, inverse, comm)), slope(Operator(product, comm=comm)), 1e-9)
+
+
 def test_faults_are_errors_on_all_ranks(comm):
     last = comm.rank == comm.size - 1
 

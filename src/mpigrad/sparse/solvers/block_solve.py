@@ -16,7 +16,7 @@ from mpigrad.sparse.matrix.matrix import Matrix
 from mpigrad.sparse.solvers.guesses import Guesses
 from mpigrad.sparse.solvers.methods import GMRES, Cycle, Krylov, LinearSolver
 from mpigrad.sparse.solvers.nullspace import NullSpace
-from mpigrad.sparse.solvers.operator_solve import Operator
+from mpigrad.sparse.solvers.operator_solve import LibraryOperator, Operator
 from mpigrad.sparse.solvers.preconditioners import Jacobi, Preconditioner
 
 __all__ = ["LSC", "BlockDiagonal", "BlockTriangular", "solve_blocks"]
@@ -66,6 +66,12 @@ class _OfBlocks(Preconditioner):
                     f"{name}: expected a preconditioner, a solver or LSC for each field, got "
                     f"{solver!r} for field {k}. Give BoomerAMG(), Jacobi(), PCG(rtol=1e-8) or "
                     "others."
+                )
+            if getattr(solver, "reuse", "equal") != "equal":
+                raise ValueError(
+                    f"{name}: one cycle has no residual that shows when a hierarchy of earlier "
+                    f"values is too old, got {solver!r} for field {k}. Leave out reuse=, or give "
+                    "PCG(preconditioner=...) for this field."
                 )
             if isinstance(solver, LSC) and k != len(solvers) - 1:
                 raise ValueError(f"{name}: LSC is for the last field, got it for field {k}.")
@@ -137,9 +143,10 @@ class BlockDiagonal(_OfBlocks):
     Parameters
     ----------
     *solvers
-        One for each field. `BoomerAMG(...)`, `PFMG(...)` or `BoxMG(...)` is one cycle. `Jacobi()`
-        or a `Preconditioner` of your own is applied once. A `LinearSolver` solves, to its own
-        tolerance: to 1e-6 or less, or in `GMRES(flexible=True)`. `LSC(...)` is for the last field.
+        One for each field. One cycle of multigrid: `BoomerAMG(...)`, `PFMG(...)`, or for symmetric
+        positive definite blocks `BoxMG(...)`. `Jacobi()` or a `Preconditioner` of your own is
+        applied once. A `LinearSolver` solves to its own tolerance: 1e-6 or less, or any in
+        `GMRES(flexible=True)`. `LSC(...)` is for the last field.
 
     Examples
     --------
@@ -200,6 +207,13 @@ class BlockTriangular(_OfBlocks):
             return tuple(z)
 
         return apply
+
+
+def _sends_everywhere(inner: Any) -> bool:
+    """Return False for a preconditioner of the user, whose messages are not known."""
+    if isinstance(inner, LSC):
+        inner = inner.solver
+    return isinstance(inner, LinearSolver | Jacobi) or inner.backend != "jax"
 
 
 def _inverse(inner: Any, matrix: Matrix, solve: Callable[..., Any]) -> Function:
@@ -264,12 +278,14 @@ def solve_blocks(
         first = None if x0 is None else A.joined(x0)
         end = solve(A.merged(), flat, solver, first, nullspace=space, throw=throw)
         return dataclasses.replace(end, value=A.split(end.value))
-    matrix, inverse = A.merged(), None
+    matrix, inverse, kind = A.merged(), None, LibraryOperator
     preconditioner = solver.preconditioner
     if isinstance(preconditioner, _OfBlocks):
         assert isinstance(solver, Krylov)
         preconditioner.check(A, solver)
         inverse = preconditioner.of(jax.lax.stop_gradient(A), solve)
+        if not all(_sends_everywhere(inner) for inner in preconditioner.solvers):
+            kind = Operator
         solver = dataclasses.replace(solver, preconditioner=None)
     elif isinstance(preconditioner, Preconditioner):
         raise TypeError(
@@ -277,7 +293,7 @@ def solve_blocks(
             "BlockTriangular(...) with one solver for each field."
         )
     comm = matrix.pattern.comm
-    operator = Operator(lambda x: A.split(matrix @ A.joined(x)), inverse, comm)
+    operator = kind(lambda x: A.split(matrix @ A.joined(x)), inverse, comm)
     space = nullspace and _mapped(nullspace, lambda v: A.split(A.joined(v)))
     return solve(operator, fields, solver, x0, nullspace=space, throw=throw)
 

@@ -25,10 +25,10 @@ def why_not(pattern: Pattern) -> str:
 
 def check(solver: LinearSolver, pattern: Pattern, dtype: Any) -> None:
     """Raise an error, the same on every rank, if BoxMG cannot solve such a system."""
-    name = type(solver).__name__
+    name = "BoxMG" if isinstance(solver, Cycle) else type(solver).__name__
     if type(solver).iterate is not PCG.iterate and not isinstance(solver, Cycle):
         raise TypeError(
-            f"{name}: BoxMG works in PCG only, for symmetric positive definite matrices. Solve "
+            f"{name}: BoxMG works in PCG, for symmetric positive definite matrices. Solve "
             f"with PCG(preconditioner=BoxMG()), or with {name}(preconditioner=PFMG())."
         )
     if dtype != np.float64:

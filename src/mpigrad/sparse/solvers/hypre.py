@@ -14,7 +14,7 @@ import numpy as np
 from mpigrad.extend import NativeCall, Primitive, describe, primitive
 from mpigrad.sparse.matrix.pattern import Pattern
 from mpigrad.sparse.solvers.libraries import check_size, hypre_available, library, why_no_hypre
-from mpigrad.sparse.solvers.methods import INFO, LinearSolver, request_text
+from mpigrad.sparse.solvers.methods import INFO, Cycle, LinearSolver, request_text
 from mpigrad.sparse.solvers.preconditioners import (
     COARSENINGS,
     INTERPOLATIONS,
@@ -140,6 +140,8 @@ def check(solver: LinearSolver, pattern: Pattern, dtype: Any) -> None:
     """Raise an error, the same on every rank, if hypre cannot solve such a system."""
     preconditioner = solver.preconditioner
     name, kind = type(solver).__name__, type(preconditioner).__name__
+    if isinstance(solver, Cycle):
+        name = kind
     if solver.hypre_method is None:
         raise TypeError(
             f"{name}: {kind} works in hypre's PCG, GMRES, BiCGStab and Multigrid only, but {name} "

@@ -440,7 +440,7 @@ def _products(rows: _Rows, w: jax.Array, last: jax.Array) -> jax.Array:
             jax.lax.cond(
                 start <= last,
                 lambda part: part.conj() @ w,
-                lambda part: jnp.zeros_like(part[:, 0]),
+                lambda part: jnp.zeros(len(part), part.dtype),
                 part,
             )
             for start, part in zip(_starts(rows), rows, strict=True)
@@ -512,7 +512,8 @@ def gmres(s: LinearSystem, restart: int, *, flexible: bool = False) -> Outcome:
     def step(i: _GMRESIterate) -> _GMRESIterate:
         j = i.column
         w, h, norm, z = extend(i)
-        directions = _with_row(i.directions, j, z) if flexible else i.directions
+        row = jnp.where(i.fresh, -1, j)
+        directions = _with_row(i.directions, row, z) if flexible else i.directions
         basis = _with_row(i.basis, jnp.where(i.fresh, 0, j + 1), w)
 
         # A fresh cycle: its residual is w, of this norm.

@@ -51,6 +51,7 @@ from mpigrad.sparse.solvers.nullspace import (
 )
 
 __all__ = [
+    "LibraryOperator",
     "Operator",
     "linearized",
     "operator_solve_p",
@@ -102,6 +103,13 @@ class Operator:
     def __call__(self, v: Any) -> Any:
         """Return A v."""
         return self.function(v)
+
+
+class LibraryOperator(Operator):
+    """An `Operator` whose inverse sends its messages on all ranks, and not on some of them.
+
+    Then its transpose is prepared before the iterations (`_Map.prepared_transpose`).
+    """
 
 
 def solve_operator(
@@ -169,6 +177,7 @@ def solve_operator(
         counts=(len(residuals), len(inverse_residuals)),
         solver=solver,
         null_check=null_check,
+        prepares=isinstance(operator, LibraryOperator),
         throw=bool(throw),
         site=call_site(),
         comm=comm,
@@ -262,7 +271,9 @@ class _Map:
     def prepared_transpose(self, residuals: list[Any], a: Any) -> tuple[_Map, list[Any]]:
         """Return the transpose and its residuals, with all that does not depend on v computed once.
 
-        That is the transpose of a matrix, for instance, and the set-up of its multigrid.
+        That is the transpose of a matrix, for instance, and the set-up of its multigrid. A message
+        whose result is a constant on this rank would be sent once only, so this is for
+        `LibraryOperator`.
         """
         if self.backward is not None:
             return self.backward, residuals[: self.skipped]
@@ -321,10 +332,12 @@ def _run(
     counts: tuple[int, int],
     solver: LinearSolver,
     null_check: str,
+    prepares: bool,
     throw: bool,
     site: int,
     comm: Communicator,
 ) -> Any:
+    del prepares
     residuals, inverse_residuals, (defect, b, x0, null, _) = _parts(operands, counts)
     vectors = x0 if x0.ndim == 2 else jnp.zeros((0, *b.shape), b.dtype)
     head, product = f"solve, {describe(site)}: ", functools.partial(forward, residuals)
@@ -443,7 +456,9 @@ def _transpose(
     residuals, inverse_residuals, (defect, _, _, null, a) = _parts(operands, params["counts"])
     if not params["solver"].symmetric:
         inverse = params["inverse"]
-        if inverse is not None:
+        if inverse is not None and not params["prepares"]:
+            inverse = inverse.transposed()
+        elif inverse is not None:
             inverse, inverse_residuals = inverse.prepared_transpose(inverse_residuals, a)
         params |= {
             "forward": params["forward"].transposed(),

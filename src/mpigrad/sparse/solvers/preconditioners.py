@@ -362,8 +362,8 @@ class BoxMG(Preconditioner):
 
     def inverse(self, A: Matrix) -> Callable[[jax.Array], jax.Array]:
         raise TypeError(
-            "BoxMG: it works in PCG(preconditioner=BoxMG()) only. Choose Jacobi() or a "
-            "Preconditioner of your own."
+            "BoxMG: it works in PCG(preconditioner=BoxMG()) and for a field of blocks, not in a "
+            "method of your own. Choose Jacobi() or a Preconditioner of your own."
         )
 
 
