@@ -466,7 +466,7 @@ class Space:
         >>> space = fem.Space(fem.box((2, 1), (2.0, 1.0)), 2, periodic={"xmin": "xmax"})
         >>> u = space.interpolate(lambda x: x[:, 0])
         >>> space.shape, [float(v) for v in space.at_vertices(u)]
-        ((12,), [0.0, 1.0, 0.0, 0.0, 1.0, 0.0])
+        ((12,), [0.0, 0.0, 1.0, 1.0, 0.0, 0.0])
         """
         if self._node_of is not None:
             u = self.nodes.exchange.local_and_ghost(u)
