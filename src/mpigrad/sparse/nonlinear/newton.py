@@ -396,8 +396,8 @@ def _differentiate(
             nothing = jnp.zeros(3, rhs.dtype), rhs, jnp.zeros_like(rhs), null, link
             dx, *_ = operator_solve_p.bind(
                 *at_x, *nothing, forward=forward, inverse=None, counts=(len(at_x), 0),
-                solver=problem.solver, null_check="", throw=True, site=params["site"],
-                comm=problem.comm,
+                solver=problem.solver, null_check="", prepares=False, throw=True,
+                site=params["site"], comm=problem.comm,
             )  # fmt: skip
         return [dx, None]
 
