@@ -233,6 +233,12 @@ def test_fixed_rows(comm):
     close(whole.values, expected, 1e-12)
     assert not whole.vectors[fixed].any()
     close(eigh(A, M, k=2, which="largest", fixed=fixed).value.values, expected[-2:], 1e-12)
+    # The preconditioner's matrix has ones in fixed rows, whatever the shift and the scale.
+    _, S = squares(comm, 6)
+    corner = np.asarray(jnp.arange(S.pattern.n_local) + S.pattern.offset == 0)
+    small = eigh(0.01 * S, k=2, which="largest", shift=0.1, fixed=corner, preconditioner=BoxMG())
+    plain = eigh(0.01 * S, k=2, which="largest", fixed=corner, preconditioner=None)
+    close(small.value.values, plain.value.values, 1e-10)
 
     def lowest(a):
         pairs = eigh(Matrix(A.pattern, a), M, k=2, fixed=fixed, preconditioner=Spread()).value
@@ -317,3 +323,15 @@ def test_dot_and_taylor(comm):
         return jnp.sum(values) / comm.size + jnp.sum(vectors[:, 1] ** 4)
 
     mg.taylor_test(loss, jnp.sin(jnp.arange(A.pattern.n_local)), comm=comm)
+
+    # With fixed rows, and a preconditioner that leads into them.
+    fixed = np.isin(local_range(16, comm), [0, 6])
+    settings = {"k": 3, "fixed": fixed, "preconditioner": Spread()}
+    inner = lambda v: eigh(Matrix(A.pattern, v), rtol=1e-11, **settings).value
+    mg.dot_test(inner, A.values, comm=comm, rtol=1e-8)
+
+    def inner_loss(p):
+        values, vectors = eigh(scaled(A, jnp.exp(p)), rtol=1e-12, **settings).value
+        return jnp.sum(values) / comm.size + jnp.sum(vectors[:, 1] ** 4)
+
+    mg.taylor_test(inner_loss, jnp.sin(jnp.arange(A.pattern.n_local)), comm=comm)

@@ -132,7 +132,7 @@ def _motions(
     basis = [np.outer(nodes, np.eye(components)[c]) for c in range(components)]
     if rotations:
         x = x[: len(nodes)]
-        for i, j in [(0, 1)] if dim == 2 else [(0, 1), (1, 2), (2, 0)]:
+        for i, j in space.rotation_planes:
             turn = np.zeros((len(x), dim))
             turn[:, i], turn[:, j] = -x[:, j], x[:, i]
             names.append("a rotation")

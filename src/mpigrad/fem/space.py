@@ -290,6 +290,7 @@ class Space:
         self.node_points: NDArray[np.float64] = made.points
         # Nodes with both sides, and for each of this rank's own ones the local index of its node.
         self._whole, self._node_of = made, None
+        self._shifts: list[NDArray[np.float64]] = []  # from each side to its opposite one
         if sides:
             made, self._node_of = self._identified(sides)
             self.nodes, self.cell_nodes, self.node_points = (
@@ -305,10 +306,11 @@ class Space:
         for first, second in sides.items():
             here, there = (self.nodes_on(self.mesh.facets(side)) for side in (first, second))
             with raise_on_all_ranks(comm):
-                found = _partners(comm, old.offset, points, here, there, (first, second))
+                found, shift = _partners(comm, old.offset, points, here, there, (first, second))
                 new = np.flatnonzero(there & ~removed)
                 partner[new] = found[new]
                 removed |= there
+                self._shifts.append(shift)
         read = np.concatenate([old.numbers[self.cell_nodes].ravel(), old.numbers[: old.n_local]])
         own = np.flatnonzero(removed)
         nodes, index = merge_numbers(old, own + old.offset, partner[own], read)
@@ -329,12 +331,12 @@ class Space:
         """The entries of matrices on this space (collective at its first use).
 
         The unknown of component c at node n is n * components + c. If there is a component for
-        each axis, and nothing is periodic, the pattern has the rotations as `near_null`.
+        each axis, the pattern has the rotations as `near_null`.
         """
         pattern = Pattern.from_elements(
             self.cell_unknowns, self.nodes.n_local * self.components, self.mesh.comm
         )
-        if self.components == self.mesh.dim and self._node_of is None:
+        if self.components == self.mesh.dim and self.rotation_planes:
             pattern.near_null = self._rotations()
         return pattern
 
@@ -359,10 +361,17 @@ class Space:
         (u,) = fields
         return u
 
+    @functools.cached_property
+    def rotation_planes(self) -> list[tuple[int, int]]:
+        """The pairs of axes of rotations that are the same on periodic sides."""
+        planes = [(0, 1)] if self.mesh.dim == 2 else [(0, 1), (1, 2), (2, 0)]
+        shifts = [np.abs(shift) / np.abs(shift).max() for shift in self._shifts]
+        return [plane for plane in planes if all(max(s[list(plane)]) < 1e-6 for s in shifts)]
+
     def _rotations(self) -> NDArray[np.float64]:
-        """Return rotations about the origin, shape (unknowns, 1 or 3)."""
+        """Return rotations about the origin, shape (unknowns, number of planes)."""
         x, dim = self.node_points[: self.nodes.n_local], self.mesh.dim
-        planes = [(0, 1)] if dim == 2 else [(0, 1), (1, 2), (2, 0)]
+        planes = self.rotation_planes
         rotations = np.zeros((len(x), dim, len(planes)))
         for k, (i, j) in enumerate(planes):
             rotations[:, i, k], rotations[:, j, k] = -x[:, j], x[:, i]
@@ -634,8 +643,8 @@ def _partners(
     here: NDArray[np.bool_],
     there: NDArray[np.bool_],
     names: tuple[Any, Any],
-) -> NDArray[np.int64]:
-    """Return for each own node of a side the global number of its partner on the opposite side."""
+) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
+    """Return for each own node of a side its partner on the opposite side, and the translation."""
     rows = [np.flatnonzero(side) for side in (here, there)]
     sides = [np.concatenate(comm.mpi.allgather(points[row])) for row in rows]
     numbers = np.concatenate(comm.mpi.allgather(rows[0] + offset))
@@ -655,7 +664,7 @@ def _partners(
             "sides match."
         )
     found[rows[1]] = numbers[place]
-    return found
+    return found, shift
 
 
 def _facet_closures(element: Any, dim: int) -> NDArray[np.intp]:

@@ -241,6 +241,7 @@ def test_errors_name_what_is_wrong(comm):
         lambda: solve(K, b[::-1], MINRES()): "expected a vector of fields with the sizes",
         lambda: BlockDiagonal(CYCLE): "one solver for each field, got 1",
         lambda: BlockDiagonal(CYCLE, 3): "got 3 for field 1",
+        lambda: BlockDiagonal(BoxMG(reuse="stale"), CYCLE): "one cycle has no residual that shows",
         lambda: BlockDiagonal(LSC(), CYCLE): "LSC is for the last field, got it for field 0",
         lambda: Blocks([[K.blocks[0][0]], [None]]): "as many columns as rows",
         lambda: Blocks([[None, None], [None, K.schur]]): "the size of field 0 is not known",
