@@ -468,7 +468,7 @@ def _with_row(rows: _Rows, k: jax.Array, w: jax.Array) -> _Rows:
 
 class _GMRESIterate(NamedTuple):
     x: jax.Array
-    v: jax.Array  # the newest vector of the basis
+    v: jax.Array  # the newest vector of the basis, or V y at the end of a cycle: x is x + M V y then
     basis: _Rows  # (m + 1, n_local), orthonormal
     directions: _Rows  # (m, n_local), M times the basis. (): M is a fixed linear map
     triangle: jax.Array  # (m, m), of the Hessenberg matrix's QR factorisation
@@ -494,9 +494,11 @@ def gmres(s: LinearSystem, restart: int, *, flexible: bool = False) -> Outcome:
     real = size.dtype
 
     def extend(i: _GMRESIterate) -> tuple[jax.Array, ...]:
-        """Return the next basis vector, its coefficients, its norm before scaling, and M v."""
-        z = s.precondition(i.v)
-        q = s.product(jnp.where(i.fresh, i.x, z))
+        """Return the next basis vector, its coefficients, its norm before scaling, M v, and x."""
+        is_known = i.fresh & (flexible | (i.steps == 0))  # x
+        z = jax.lax.cond(is_known, mark_common_branch(jnp.zeros_like), s.precondition, i.v)
+        x = jnp.where(i.fresh, i.x + z, i.x)
+        q = s.product(jnp.where(i.fresh, x, z))
         w = jnp.where(i.fresh, s.b - q, q)
         last = jnp.where(i.fresh, -1, i.column)
         present = rows <= last
@@ -507,18 +509,18 @@ def gmres(s: LinearSystem, restart: int, *, flexible: bool = False) -> Outcome:
         w = _added(w, -again, i.basis, last)
         # The second correction is small compared with w: nothing cancels.
         norm = jnp.sqrt(jnp.maximum(sums[-1].real - jnp.vdot(again, again).real, 0))
-        return w / jnp.where(norm > 0, norm, 1).astype(dtype), h + again, norm, z
+        return w / jnp.where(norm > 0, norm, 1).astype(dtype), h + again, norm, z, x
 
     def step(i: _GMRESIterate) -> _GMRESIterate:
         j = i.column
-        w, h, norm, z = extend(i)
+        w, h, norm, z, x = extend(i)
         row = jnp.where(i.fresh, -1, j)
         directions = _with_row(i.directions, row, z) if flexible else i.directions
         basis = _with_row(i.basis, jnp.where(i.fresh, 0, j + 1), w)
 
         # A fresh cycle: its residual is w, of this norm.
         start = _GMRESIterate(
-            i.x, w, basis, directions, identity[:m, :m], identity, norm, jnp.zeros_like(j),
+            x, w, basis, directions, identity[:m, :m], identity, norm, jnp.zeros_like(j),
             jnp.zeros_like(i.fresh), i.steps,
             s.verdict(norm**2, goal, i.scale**2, i.steps),
         )  # fmt: skip
@@ -541,14 +543,15 @@ def gmres(s: LinearSystem, restart: int, *, flexible: bool = False) -> Outcome:
             norm <= jnp.finfo(real).eps * radius
         )  # an invariant subspace: x solves, if any vector does
 
-        def finish(_: None) -> jax.Array:
+        def finish(x: jax.Array, w: jax.Array) -> tuple[jax.Array, jax.Array]:
             g = jnp.where(rows[:m] <= j, i.scale * rotation[:m, 0], 0)
             y = jax.scipy.linalg.solve_triangular(triangle, g)
             if flexible:
-                return _added(i.x, y, directions, j)
-            return i.x + s.precondition(_added(jnp.zeros_like(i.x), jnp.pad(y, (0, 1)), basis, j))
+                return _added(x, y, directions, j), w
+            return x, _added(jnp.zeros_like(w), jnp.pad(y, (0, 1)), basis, j)
 
-        x = jax.lax.cond(full & ~i.fresh, mark_common_branch(finish), lambda _: i.x, None)
+        ends = full & ~i.fresh
+        x, w = jax.lax.cond(ends, mark_common_branch(finish), lambda *both: both, x, w)
         state = s.unless_finite(radius, RUNNING, i.steps)
         grown = _GMRESIterate(
             x, w, basis, directions, triangle, rotation, i.scale, j + 1, full, steps, state
