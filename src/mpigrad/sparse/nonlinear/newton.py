@@ -393,7 +393,14 @@ def _differentiate(
                 space = from_orthonormal(null)
                 dx = solve_flat(A, rhs, problem.solver, nullspace=space, throw=True).value
         else:
-            nothing = jnp.zeros(3, rhs.dtype), rhs, jnp.zeros_like(rhs), null, link
+            nothing = (
+                jnp.zeros(3, rhs.dtype),
+                jnp.zeros(0, rhs.dtype),
+                rhs,
+                jnp.zeros_like(rhs),
+                null,
+                link,
+            )
             dx, *_ = operator_solve_p.bind(
                 *at_x, *nothing, forward=forward, inverse=None, counts=(len(at_x), 0),
                 solver=problem.solver, null_check="", prepares=False, throw=True,

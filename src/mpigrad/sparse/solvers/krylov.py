@@ -89,6 +89,8 @@ class LinearSystem:
     wrong: Any = False  # True if some input of this rank is not finite
     negative: Any = False  # True if some input of this rank shows that A is not positive definite
     scale: Any = 1.0  # 1 / sqrt(diagonal of A), if it is known
+    # Positive numbers w, like b. GMRES minimises |w (b - A x)| then. None: ones.
+    weights: Any = None
     # |f(v) - A v|^2 and |A v|^2 for a vector v on this rank, if A is the linearization of f.
     defect: Any = (0.0, 0.0)
 
@@ -468,12 +470,13 @@ def _with_row(rows: _Rows, k: jax.Array, w: jax.Array) -> _Rows:
 
 class _GMRESIterate(NamedTuple):
     x: jax.Array
-    v: jax.Array  # the newest vector of the basis, or V y at the end of a cycle: x is x + M V y then
+    v: jax.Array  # the newest vector of the basis. V y at the end of a cycle, to add M V y to x
     basis: _Rows  # (m + 1, n_local), orthonormal
     directions: _Rows  # (m, n_local), M times the basis. (): M is a fixed linear map
     triangle: jax.Array  # (m, m), of the Hessenberg matrix's QR factorisation
     rotation: jax.Array  # (m + 1, m + 1), unitary: rotation @ Hessenberg = triangle
-    scale: jax.Array  # |b - A x| at the start of the cycle
+    scale: jax.Array  # |w (b - A x)| at the start of the cycle
+    rr: jax.Array  # |b - A x|^2 at the start of the cycle
     column: jax.Array  # the number of columns of the cycle
     fresh: jax.Array  # True if the next product is A x, to start a cycle
     steps: jax.Array
@@ -486,43 +489,54 @@ def gmres(s: LinearSystem, restart: int, *, flexible: bool = False) -> Outcome:
     The preconditioner is on the right, so that |b - A x| itself is minimised. Each cycle starts
     from the true residual, which also decides if the solve has converged. The flexible method
     (Saad, SIAM J. Sci. Comput. 14, 1993) keeps all preconditioned vectors.
+
+    With `LinearSystem.weights` w the norm |w (b - A x)| is minimised. Rounding errors of a stiff
+    part, whose rows are large, disturb the basis less then. The true residual still decides.
     """
     m, n, dtype = min(restart, s.max_steps), s.b.shape[0], s.b.dtype
     size, goal, state, _ = s.begin()
     rows = jnp.arange(m + 1)
     identity = jnp.eye(m + 1, dtype=dtype)
     real = size.dtype
+    weights = s.weights
+
+    def weighted(r: jax.Array) -> jax.Array:
+        return r if weights is None else weights * r
+
+    def preconditioned(v: jax.Array) -> jax.Array:
+        return s.precondition(v if weights is None else v / weights)
 
     def extend(i: _GMRESIterate) -> tuple[jax.Array, ...]:
-        """Return the next basis vector, its coefficients, its norm before scaling, M v, and x."""
+        """Return the next vector, its coefficients, its norm before scaling, |r|^2, M v and x."""
         is_known = i.fresh & (flexible | (i.steps == 0))  # x
-        z = jax.lax.cond(is_known, mark_common_branch(jnp.zeros_like), s.precondition, i.v)
+        z = jax.lax.cond(is_known, mark_common_branch(jnp.zeros_like), preconditioned, i.v)
         x = jnp.where(i.fresh, i.x + z, i.x)
         q = s.product(jnp.where(i.fresh, x, z))
-        w = jnp.where(i.fresh, s.b - q, q)
+        rest = jnp.where(i.fresh, s.b - q, q)
+        w = weighted(rest)
         last = jnp.where(i.fresh, -1, i.column)
         present = rows <= last
         h = jnp.where(present, s.sums(_products(i.basis, w, last)), 0)
         w = _added(w, -h, i.basis, last)
-        sums = s.sums(jnp.concatenate([_products(i.basis, w, last), jnp.vdot(w, w)[None]]))
-        again = jnp.where(present, sums[:-1], 0)
+        squares = jnp.stack([jnp.vdot(rest, rest), jnp.vdot(w, w)])
+        sums = s.sums(jnp.concatenate([_products(i.basis, w, last), squares]))
+        again = jnp.where(present, sums[:-2], 0)
         w = _added(w, -again, i.basis, last)
         # The second correction is small compared with w: nothing cancels.
         norm = jnp.sqrt(jnp.maximum(sums[-1].real - jnp.vdot(again, again).real, 0))
-        return w / jnp.where(norm > 0, norm, 1).astype(dtype), h + again, norm, z, x
+        return w / jnp.where(norm > 0, norm, 1).astype(dtype), h + again, norm, sums[-2].real, z, x
 
     def step(i: _GMRESIterate) -> _GMRESIterate:
         j = i.column
-        w, h, norm, z, x = extend(i)
+        w, h, norm, rr, z, x = extend(i)
         row = jnp.where(i.fresh, -1, j)
         directions = _with_row(i.directions, row, z) if flexible else i.directions
         basis = _with_row(i.basis, jnp.where(i.fresh, 0, j + 1), w)
 
         # A fresh cycle: its residual is w, of this norm.
         start = _GMRESIterate(
-            x, w, basis, directions, identity[:m, :m], identity, norm, jnp.zeros_like(j),
-            jnp.zeros_like(i.fresh), i.steps,
-            s.verdict(norm**2, goal, i.scale**2, i.steps),
+            x, w, basis, directions, identity[:m, :m], identity, norm, rr, jnp.zeros_like(j),
+            jnp.zeros_like(i.fresh), i.steps, s.verdict(rr, goal, i.rr, i.steps),
         )  # fmt: skip
 
         # One more column: rotate its last two entries into one.
@@ -536,9 +550,9 @@ def gmres(s: LinearSystem, restart: int, *, flexible: bool = False) -> Outcome:
         pivot = jnp.where(radius > 0, radius, jnp.inf).astype(dtype)
         column = jnp.where(rows == j, pivot, jnp.where(rows < j, column, 0))
         triangle = i.triangle.at[:, j].set(column[:m])
-        residual = i.scale * jnp.abs(rotation[j + 1, 0])
+        reduced = jnp.abs(rotation[j + 1, 0]) ** 2  # the square of what is left of the residual
         steps = i.steps + 1
-        full = (j + 1 == m) | (residual**2 <= goal) | (steps >= s.max_steps)
+        full = (j + 1 == m) | (reduced * i.rr <= goal) | (steps >= s.max_steps)
         full |= (
             norm <= jnp.finfo(real).eps * radius
         )  # an invariant subspace: x solves, if any vector does
@@ -554,15 +568,15 @@ def gmres(s: LinearSystem, restart: int, *, flexible: bool = False) -> Outcome:
         x, w = jax.lax.cond(ends, mark_common_branch(finish), lambda *both: both, x, w)
         state = s.unless_finite(radius, RUNNING, i.steps)
         grown = _GMRESIterate(
-            x, w, basis, directions, triangle, rotation, i.scale, j + 1, full, steps, state
+            x, w, basis, directions, triangle, rotation, i.scale, i.rr, j + 1, full, steps, state
         )  # fmt: skip
         return jax.tree.map(lambda u, v: v if u is v else jnp.where(i.fresh, u, v), start, grown)
 
-    zero = jnp.zeros((), "int32")
+    zero, infinite = jnp.zeros((), "int32"), jnp.full((), jnp.inf, real)
     first = _GMRESIterate(
         s.guess(size), jnp.zeros(n, dtype), _empty_rows(m + 1, n, dtype),
         _empty_rows(m if flexible else 0, n, dtype), identity[:m, :m], identity,
-        jnp.full((), jnp.inf, real), zero, jnp.ones((), bool), zero, state,
+        infinite, infinite, zero, jnp.ones((), bool), zero, state,
     )  # fmt: skip
     end = jax.lax.while_loop(lambda i: i.state == RUNNING, step, first)
-    return Outcome(end.x, end.scale**2, size, end.steps, end.state)
+    return Outcome(end.x, end.rr, size, end.steps, end.state)

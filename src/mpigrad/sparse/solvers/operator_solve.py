@@ -51,7 +51,7 @@ from mpigrad.sparse.solvers.nullspace import (
 )
 
 __all__ = [
-    "LibraryOperator",
+    "BlockOperator",
     "Operator",
     "linearized",
     "operator_solve_p",
@@ -105,11 +105,21 @@ class Operator:
         return self.function(v)
 
 
-class LibraryOperator(Operator):
-    """An `Operator` whose inverse sends its messages on all ranks, and not on some of them.
+@dataclasses.dataclass(frozen=True, eq=False)
+class BlockOperator(Operator):
+    """An `Operator` made of blocks.
 
-    Then its transpose is prepared before the iterations (`_Map.prepared_transpose`).
+    Attributes
+    ----------
+    weights
+        `LinearSystem.weights`, like `b`.
+    prepares
+        True if the inverse sends its messages on all ranks, and not on some of them. Then its
+        transpose is prepared before the iterations (`_Map.prepared_transpose`).
     """
+
+    weights: Any = None
+    prepares: bool = False
 
 
 def solve_operator(
@@ -164,10 +174,14 @@ def solve_operator(
         )
         if space.project:
             flat, null_check = projected(null[-1:], flat[None], comm)[0], "project"
+    weights, prepares = jnp.zeros(0, defect.dtype), False
+    if isinstance(operator, BlockOperator):
+        weights, prepares = _like(operator.weights, b, "weights"), operator.prepares
     x, info, vectors = operator_solve_p.bind(
         *residuals,
         *inverse_residuals,
         defect,
+        jax.lax.stop_gradient(weights),
         flat,
         first,
         jax.lax.stop_gradient(null),
@@ -177,7 +191,7 @@ def solve_operator(
         counts=(len(residuals), len(inverse_residuals)),
         solver=solver,
         null_check=null_check,
-        prepares=isinstance(operator, LibraryOperator),
+        prepares=prepares,
         throw=bool(throw),
         site=call_site(),
         comm=comm,
@@ -273,7 +287,7 @@ class _Map:
 
         That is the transpose of a matrix, for instance, and the set-up of its multigrid. A message
         whose result is a constant on this rank would be sent once only, so this is for
-        `LibraryOperator`.
+        `BlockOperator.prepares`.
         """
         if self.backward is not None:
             return self.backward, residuals[: self.skipped]
@@ -301,14 +315,15 @@ def linearized(
     return _Map(jaxpr), residuals, value
 
 
-# ---- the primitive: (residuals..., defect, b, x0, null, carrier) -> x, info, vectors. The defect
-# has |f(v) - A v|^2 and |A v|^2 for A v scaled to about 1, and the size of A v. x0 may also be
-# the vectors of guesses, shape (2 k, n). Then `vectors` are those for the next solve. Otherwise
-# k = 0. `null` is one of `solve_p`, without its first axis ----
+# ---- the primitive: (residuals..., defect, weights, b, x0, null, carrier) -> x, info, vectors. The
+# defect has |f(v) - A v|^2 and |A v|^2 for A v scaled to about 1, and the size of A v. The weights
+# are those of `LinearSystem`, or none, shape (0,). x0 may also be the vectors of guesses, shape
+# (2 k, n). Then `vectors` are those for the next solve. Otherwise k = 0. `null` is one of
+# `solve_p`, without its first axis ----
 
 
 def _parts(operands: Sequence[Any], counts: tuple[int, int]) -> tuple[list[Any], ...]:
-    """Return the map's residuals, the inverse's residuals, and (defect, b, x0, null, carrier)."""
+    """Return the map's residuals, the inverse's residuals, and the other operands."""
     n, m = counts
     operands = list(operands)
     return operands[:n], operands[n : n + m], operands[n + m :]
@@ -338,7 +353,7 @@ def _run(
     comm: Communicator,
 ) -> Any:
     del prepares
-    residuals, inverse_residuals, (defect, b, x0, null, _) = _parts(operands, counts)
+    residuals, inverse_residuals, (defect, weights, b, x0, null, _) = _parts(operands, counts)
     vectors = x0 if x0.ndim == 2 else jnp.zeros((0, *b.shape), b.dtype)
     head, product = f"solve, {describe(site)}: ", functools.partial(forward, residuals)
     singular, faults = null.shape[1] > 0, None
@@ -350,7 +365,7 @@ def _run(
         if singular:
             b = into_range(null[-1:], b[None], comm)[0]
         right_hand_side = b
-        size, up = normalizing([defect[2], largest(b)], comm)
+        size, up, heaviest = normalizing([defect[2], largest(b), largest(weights)], comm)
         # A method of the user may have parameters that fit the operator.
         operator = size if solver.judges_residual else jnp.zeros_like(size)
         down = operator - up
@@ -376,6 +391,7 @@ def _run(
             max_steps=solver.max_steps,
             comm=comm,
             first=comm.rank << 20,
+            weights=scaled(weights, heaviest) if weights.size else None,
             # This rank has scaled them by itself.
             defect=scaled(defect[:2], 2 * (size + jnp.frexp(defect[2])[1])),
         )
@@ -404,7 +420,7 @@ def _differentiate(
     guessed = len(first_shape) == 2
     counts, forward = params["counts"], params["forward"]
     params = {**params, "null_check": ""}
-    residuals, inverse_residuals, (defect, b, _, null, a) = _parts(operands, counts)
+    residuals, inverse_residuals, (defect, weights, b, _, null, a) = _parts(operands, counts)
     varying = [i for i, r in enumerate(residuals) if jnp.issubdtype(jnp.result_type(r), np.inexact)]
     link = a + opaque_zero(x, CARRIER)  # active on every rank on which x is
 
@@ -422,8 +438,8 @@ def _differentiate(
     nothing, start = defect.at[:2].set(0), jnp.zeros_like(b)
 
     def tangent(saved: Any, tangents: Sequence[Any]) -> list[Any]:
-        consts, residuals, inverse_residuals, nothing, start, null, link = saved
-        changes, _, (_, tb, tx0, _, ta) = _parts(tangents, counts)
+        consts, residuals, inverse_residuals, nothing, weights, start, null, link = saved
+        changes, _, (_, _, tb, tx0, _, ta) = _parts(tangents, counts)
         rhs = start if ta is None else opaque_zero(ta, jax.typeof(start))
         if tb is not None:
             rhs = rhs + tb
@@ -439,11 +455,11 @@ def _differentiate(
         if guessed:
             first = jnp.zeros(first_shape, start.dtype) if tx0 is None else tx0
         dx, _, after = operator_solve_p.bind(
-            *residuals, *inverse_residuals, nothing, rhs, first, null, link, **params
+            *residuals, *inverse_residuals, nothing, weights, rhs, first, null, link, **params
         )
         return [dx, None, after]
 
-    saved = (consts, residuals, inverse_residuals, nothing, start, null, link)
+    saved = (consts, residuals, inverse_residuals, nothing, weights, start, null, link)
     return [x, info, vectors], saved, tangent
 
 
@@ -453,7 +469,8 @@ def _transpose(
     linear: tuple[bool, ...],
     params: dict[str, Any],
 ) -> list[Any]:
-    residuals, inverse_residuals, (defect, _, _, null, a) = _parts(operands, params["counts"])
+    residuals, inverse_residuals, rest = _parts(operands, params["counts"])
+    defect, weights, _, _, null, a = rest
     if not params["solver"].symmetric:
         inverse = params["inverse"]
         if inverse is not None and not params["prepares"]:
@@ -470,7 +487,7 @@ def _transpose(
     ct, _, vectors = cotangents
     first = vectors if len(vectors) else jnp.zeros_like(ct)
     back, _, before = operator_solve_p.bind(
-        *residuals, *inverse_residuals, defect, ct, first, null, a, **params
+        *residuals, *inverse_residuals, defect, weights, ct, first, null, a, **params
     )
     return [None] * (len(operands) - 4) + [back, before, None, None]
 
