@@ -10,6 +10,7 @@ from mpigrad.sparse.matrix.pattern import Pattern, local_range
 from mpigrad.sparse.nonlinear.newton import newton
 from mpigrad.sparse.nonlinear.pattern_search import find_pattern
 from mpigrad.sparse.nonlinear.sparse_jacobian import sparse_jacobian
+from mpigrad.sparse.slepc import SLEPc
 from mpigrad.sparse.solvers.block_solve import LSC, BlockDiagonal, BlockTriangular
 from mpigrad.sparse.solvers.guesses import Guesses, pass_guesses
 from mpigrad.sparse.solvers.krylov import LinearSystem
@@ -19,6 +20,7 @@ from mpigrad.sparse.solvers.libraries import (
     solver_seconds,
     why_no_hypre,
     why_no_petsc,
+    why_no_slepc,
 )
 from mpigrad.sparse.solvers.methods import (
     GMRES,
@@ -63,6 +65,7 @@ __all__ = [
     "Pattern",
     "Preconditioner",
     "Result",
+    "SLEPc",
     "Selection",
     "Solution",
     "Stencil",
@@ -79,4 +82,5 @@ __all__ = [
     "sparse_jacobian",
     "why_no_hypre",
     "why_no_petsc",
+    "why_no_slepc",
 ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import operator
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple
@@ -35,6 +36,7 @@ from mpigrad.sparse.lobpcg import (
 )
 from mpigrad.sparse.matrix.matrix import Matrix, apply
 from mpigrad.sparse.matrix.pattern import Pattern, same_communicator
+from mpigrad.sparse.slepc import SLEPc, slepc_vectors
 from mpigrad.sparse.solvers.krylov import RUNNING
 from mpigrad.sparse.solvers.methods import Cycle, check_diagonal, check_steps, default_solver
 from mpigrad.sparse.solvers.preconditioners import Jacobi, Preconditioner
@@ -76,15 +78,16 @@ def eigh(
     shift: float = 0.0,
     rtol: float = 1e-8,
     max_steps: int = 200,
+    solver: SLEPc | None = None,
     throw: bool = True,
 ) -> Solution:
     """Compute eigenpairs A x = λ B x of a symmetric matrix at one end of its spectrum (collective).
 
-    The method is LOBPCG (Knyazev, SIAM J. Sci. Comput. 23, 2001) with a few vectors more than k.
-    The values, and functions of the vectors that do not depend on the choice of a basis, are
-    differentiable in `A.values` and `B.values`, in forward and reverse mode and to any order:
-    dλ = xᵀ (dA - λ dB) x (Magnus, Econometric Theory 1, 1985), and dx by conjugate gradients on the
-    complement of the vectors. Derivatives are those along symmetric changes of A and B.
+    The method is LOBPCG (Knyazev, SIAM J. Sci. Comput. 23, 2001) with a few vectors more than k, or
+    one of SLEPc's. The values, and functions of the vectors that do not depend on the choice of a
+    basis, are differentiable in `A.values` and `B.values`, in forward and reverse mode and to any
+    order: dλ = xᵀ (dA - λ dB) x (Magnus, Econometric Theory 1, 1985), and dx by conjugate gradients
+    on the complement of the vectors. Derivatives are those along symmetric changes of A and B.
 
     Parameters
     ----------
@@ -115,6 +118,10 @@ def eigh(
         accurate than that, about as its square. Solves for derivatives have this tolerance, too.
     max_steps
         The largest number of steps. Solves for derivatives take ten times as many.
+    solver
+        `SLEPc(options)` computes the pairs by a method of SLEPc, and one more pair than k. They are
+        made orthonormal and checked here, and derivatives stay the same. Then `preconditioner` is
+        for derivatives only. Default: LOBPCG.
     throw
         Raise an error on every rank if the method fails. With `throw=False`, look at
         `Solution.result`.
@@ -155,9 +162,13 @@ def eigh(
     (True, True)
     """
     k, shift = _check(A, B, k, which, shift, rtol, max_steps)
+    if not isinstance(solver, SLEPc | None):
+        raise TypeError(f"eigh: solver must be SLEPc(...) or None, got {solver!r}. Give one.")
     A, B, free, n_free = _without_fixed(A, B, k, fixed)
     pattern, mass = A.pattern, None if B is None else B.pattern
     dtype = jnp.promote_types(A.dtype, A.dtype if B is None else B.dtype)
+    if solver is not None:
+        solver.check(pattern, dtype)
     sign = 1 if which == "smallest" else -1
     a_values = sign * A.values.astype(dtype)
     b_values = jnp.zeros(0, dtype) if B is None else B.values.astype(dtype)
@@ -182,6 +193,7 @@ def eigh(
         which=which,
         rtol=float(rtol),
         max_steps=int(max_steps),
+        solver=solver,
         throw=bool(throw),
         site=call_site(),
     )
@@ -334,7 +346,7 @@ def _preconditioner(
 
 
 def _raise_faults(
-    info: jax.Array, k: int, rtol: float, max_steps: int, comm: Any, head: str, which: str
+    info: jax.Array, k: int, rtol: float, remedy: str, comm: Any, head: str, which: str
 ) -> None:
     """Raise an error on all ranks unless `info` holds a success."""
     result, steps, worst = info[0], info[1], jnp.max(info[3:])
@@ -344,7 +356,6 @@ def _raise_faults(
         f"The preconditioner needs a positive definite {shifted_matrix}. Give a larger shift=, "
         "or preconditioner=None."
     )
-    tight = f"above rtol={rtol:.3g}. Raise max_steps={max_steps}, loosen rtol"
     for failure, text in (
         (Result.NOT_FINITE, "the matrix A holds NaN or infinity. Look for a division by zero."),
         (Result.NOT_SYMMETRIC, "A must be symmetric, got entries (i, j) and (j, i) that differ. "
@@ -381,8 +392,7 @@ def _raise_faults(
     require(
         result == Result.SUCCESSFUL,
         f"{head}expected {k} eigenpairs, got {{}} after {{}} steps: the largest relative residual "
-        f"is {{}}, {tight}, or take a better preconditioner. If A is singular or indefinite, give "
-        "shift=.",
+        f"is {{}}, above rtol={rtol:.3g}. {remedy}",
         jnp.sum(info[3:] <= rtol),
         steps,
         worst,
@@ -420,7 +430,25 @@ def _run(a: Any, b: Any, shifted: Any, _: Any, **params: Any) -> list[Any]:
         if mass is not None:
             other = check_symmetric(Matrix(mass, b), definite=True)
             state = jnp.where((state == RUNNING) & (other != RUNNING), _OF_B + other, state)
-        end = lobpcg(problem, k, m, params["max_steps"], state, a.dtype)
+        steps, solver = params["max_steps"], params["solver"]
+        remedy = (
+            f"Raise max_steps={steps}, loosen rtol, or take a better preconditioner. If A is "
+            "singular or indefinite, give shift=."
+        )
+        if solver is None:
+            end = lobpcg(problem, k, m, steps, state, a.dtype)
+        else:
+            vectors, state, taken = slepc_vectors(params, a, b, state, m)
+            problem = dataclasses.replace(problem, precondition=lambda r: (r, jnp.int32(0)))
+            end = lobpcg(problem, k, m, 0, state, a.dtype, vectors)
+            result = jnp.where(
+                end.result == Result.MAX_STEPS_REACHED, Result.INACCURATE, end.result
+            )
+            end = end._replace(steps=taken, result=result.astype("int32"))
+            remedy = (
+                "Loosen rtol, or give other options. If the residual is large, there are smaller "
+                "pairs: with -st_type sinvert give a larger shift=."
+            )
         massed = end.x if end.bx is None else end.bx
         follower = end.values[k] if m > k else jnp.full((), jnp.inf, a.dtype)
         usable = jnp.zeros((), bool)
@@ -431,8 +459,7 @@ def _run(a: Any, b: Any, shifted: Any, _: Any, **params: Any) -> list[Any]:
         info = jnp.concatenate([numbers, jnp.where(usable, end.relative[:k], jnp.nan)])
         if params["throw"]:
             head = f"eigh, {describe(params['site'])}: "
-            which, steps = params["which"], params["max_steps"]
-            _raise_faults(info, k, params["rtol"], steps, pattern.comm, head, which)
+            _raise_faults(info, k, params["rtol"], remedy, pattern.comm, head, params["which"])
     return [jnp.diag(values[:k]), x[:k], bx[:k], info]
 
 

@@ -174,7 +174,13 @@ class Iterate(NamedTuple):
 
 
 def lobpcg(
-    problem: Eigenproblem, k: int, m: int, max_steps: int, state: jax.Array, dtype: Any
+    problem: Eigenproblem,
+    k: int,
+    m: int,
+    max_steps: int,
+    state: jax.Array,
+    dtype: Any,
+    vectors: jax.Array | None = None,
 ) -> Iterate:
     """Compute the k smallest eigenvalues and their vectors by m vectors (collective).
 
@@ -188,6 +194,10 @@ def lobpcg(
     ----------
     state
         `RUNNING`, or a `Result` with which nothing is computed.
+    vectors
+        At most m first vectors, rows of shape (n,), which may have converged already. With
+        `max_steps=0` they are only checked: the smallest pairs in the span of these vectors and of
+        others without structure, with their residuals.
     """
     wanted = jnp.arange(m) < k
     # The first guard shows if the last group of equal values continues.
@@ -268,15 +278,18 @@ def lobpcg(
     # Entry (i, j) depends on the global row i alone: the same vectors on any number of ranks.
     start = noise(problem.first * m, problem.n * m, dtype, _SEED).reshape(problem.n, m).T
     start = problem.in_free_rows(start)
+    side_of = start[0]
+    if vectors is not None:
+        start = jnp.concatenate([vectors, start[len(vectors) :]])
     none = jnp.zeros(m, dtype)
     massed = None if problem.mass is None else zeros
     first = Iterate(
         start, zeros, massed, zeros, zeros, massed, jnp.zeros((2, 2 * m, 2 * m), dtype), none, none,
-        none > 0, none[0], count, count, count == 0, state,
+        none > 0, none[0], count, count + (vectors is not None), count == 0, state,
     )  # fmt: skip
     end = jax.lax.while_loop(lambda i: i.result == RUNNING, step, first)
     # The sign is that of the product with a fixed vector: the same on any number of ranks.
-    side = problem.sums(_or(end.bx, end.x) @ start[0])
+    side = problem.sums(_or(end.bx, end.x) @ side_of)
     sign = jnp.where(side < 0, -1, 1).astype(dtype)[:, None]
     return end._replace(x=sign * end.x, bx=None if end.bx is None else sign * end.bx)
 

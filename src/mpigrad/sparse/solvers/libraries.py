@@ -1,4 +1,4 @@
-"""The libraries that solve: hypre, mpigrad's multigrid and PETSc. Availability and statistics."""
+"""The libraries that solve: hypre, our multigrid, PETSc and SLEPc. Availability, statistics."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import functools
 import importlib
 import os
 import pathlib
+import re
 import sys
 from typing import Any
 
@@ -34,10 +35,12 @@ __all__ = [
     "multigrid_library",
     "petsc_function",
     "petsc_module",
+    "slepc_module",
     "solver_seconds",
     "totals",
     "why_no_hypre",
     "why_no_petsc",
+    "why_no_slepc",
 ]
 
 # ---- The native library of mpigrad's own multigrid, and its statistics ----
@@ -302,3 +305,60 @@ def why_no_petsc() -> str:
     True
     """
     return _load_petsc()[1]
+
+
+# ---- slepc4py: its availability, and the PETSc that it was built with ----
+
+
+@functools.cache
+def _load_slepc() -> tuple[Any, str]:
+    """Return the module `slepc4py.SLEPc` or None, and the reason if it is None."""
+    petsc, reason = _load_petsc()
+    if petsc is None:
+        return None, reason
+    try:
+        slepc4py: Any = importlib.import_module("slepc4py")
+    except ImportError:
+        return None, (
+            "slepc4py is not installed. Install the release of this site's SLEPc with SLEPC_DIR "
+            "and PETSC_DIR set, or load the module of the site that has it."
+        )
+    try:
+        for path in sorted(pathlib.Path(slepc4py.__file__).parent.glob("lib/**/SLEPc.*.so"))[:1]:
+            before = _petsc_libraries()
+            ctypes.CDLL(str(path))  # does not start SLEPc yet
+            others = sorted(_petsc_libraries() - before)
+            if others:
+                return None, (
+                    f"slepc4py was built with the PETSc {others[0]}, but petsc4py runs on "
+                    f"{' '.join(before) or 'another'}. Build both with one PETSc."
+                )
+        return importlib.import_module("slepc4py.SLEPc"), ""
+    except Exception as error:
+        return None, f"slepc4py cannot be imported ({error}). Reinstall it for this site's SLEPc."
+
+
+def _petsc_libraries() -> set[str]:
+    """Return the paths of all PETSc libraries in this process."""
+    maps = pathlib.Path("/proc/self/maps").read_text()
+    return set(re.findall(r"/\S*/libpetsc[^/\s]*\.so\S*", maps))
+
+
+def slepc_module() -> Any:
+    """Return the module `slepc4py.SLEPc`, or raise an error that says why it is not available."""
+    module, reason = _load_slepc()
+    if module is None:
+        raise RuntimeError(f"SLEPc: {reason} Or leave out solver= of eigh, for LOBPCG.")
+    return module
+
+
+def why_no_slepc() -> str:
+    """Return why `SLEPc` cannot compute in this process, or an empty string if it can.
+
+    Examples
+    --------
+    >>> from mpigrad.sparse import why_no_slepc
+    >>> why_no_slepc() == "" or "4py" in why_no_slepc()
+    True
+    """
+    return _load_slepc()[1]

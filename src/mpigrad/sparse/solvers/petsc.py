@@ -23,7 +23,19 @@ from mpigrad.sparse.solvers.libraries import petsc_function, petsc_module
 from mpigrad.sparse.solvers.methods import INFO, LinearSolver, check_steps, request_text
 from mpigrad.sparse.solvers.preconditioners import Preconditioner, sealed
 
-__all__ = ["PETSc", "check", "run"]
+__all__ = [
+    "PETSc",
+    "assert_options_read",
+    "assert_same_settings",
+    "check",
+    "check_build",
+    "csr_arrays",
+    "give_options",
+    "make_matrix",
+    "option_pairs",
+    "option_text",
+    "run",
+]
 
 
 @final
@@ -74,28 +86,13 @@ class PETSc(LinearSolver):
 
     def __post_init__(self) -> None:
         check_steps("PETSc", self.rtol, self.max_steps)
-        options = self.options
-        if isinstance(options, Mapping):
-            options = " ".join(
-                f"-{str(name).removeprefix('-')} "
-                + ("" if value is None or value is True else shlex.quote(str(value)))
-                for name, value in options.items()
-            )
-        if not isinstance(options, str):
-            raise TypeError(
-                f"PETSc: options must be a text or a dictionary, got {options!r}. Give PETSc's "
-                'options, such as "-ksp_type cg -pc_type gamg".'
-            )
-        options = " ".join(options.split())
-        object.__setattr__(self, "options", options)
-        ours = {
+        names = {
             "ksp_rtol": "rtol=",
             "ksp_max_it": "max_steps=",
             "ksp_initial_guess_nonzero": "x0= of solve",
         }
-        for name, _ in _pairs(options):
-            if name in ours:
-                raise ValueError(f"PETSc: -{name} is {ours[name]} here. Give it as that.")
+        text = option_text("PETSc", self.options, names, "-pc_type gamg -ksp_type cg")
+        object.__setattr__(self, "options", text)
 
     @property
     def backend(self) -> Literal["jax", "hypre", "boxmg", "petsc"]:
@@ -105,7 +102,44 @@ class PETSc(LinearSolver):
         raise TypeError("PETSc: only PETSc runs it. Solve with a Matrix.")
 
 
-def _pairs(options: str) -> list[tuple[str, str]]:
+# ---- Options, settings and matrices, which are those of SLEPc, too ----
+
+
+def option_text(name: str, options: Any, names: Mapping[str, str], example: str) -> str:
+    """Return the options of a strategy as one text, or raise an error.
+
+    Parameters
+    ----------
+    name
+        The strategy, as errors name it.
+    options
+        A text, or a dictionary of names and values.
+    names
+        The options that are arguments of mpigrad, with the name of the argument.
+    example
+        Valid options.
+    """
+    if isinstance(options, Mapping):
+        options = " ".join(
+            f"-{str(key).removeprefix('-')} "
+            + ("" if value is None or value is True else shlex.quote(str(value)))
+            for key, value in options.items()
+        )
+    if not isinstance(options, str):
+        raise TypeError(
+            f"{name}: options must be a text or a dictionary, got {options!r}. Give PETSc's "
+            f'options, such as "{example}".'
+        )
+    options = " ".join(options.split())
+    for key, _ in option_pairs(options, name, example.split(maxsplit=1)[0]):
+        if key in names:
+            raise ValueError(f"{name}: -{key} is {names[key]} here. Give it as that.")
+    return options
+
+
+def option_pairs(
+    options: str, name: str = "PETSc", example: str = "-pc_type"
+) -> list[tuple[str, str]]:
     """Return names without a dash, and values, "" for options without one."""
     pairs: list[tuple[str, str]] = []
     for word in shlex.split(options):
@@ -115,10 +149,90 @@ def _pairs(options: str) -> list[tuple[str, str]]:
             pairs[-1] = pairs[-1][0], word
         else:
             raise ValueError(
-                f"PETSc: expected an option such as -pc_type, got {word!r} in {options!r}. Write "
+                f"{name}: expected an option such as {example}, got {word!r} in {options!r}. Write "
                 "each name with a dash, and one value after it."
             )
     return pairs
+
+
+def check_build(name: str, arrays: str, n_rows: int, dtype: Any) -> None:
+    """Raise an error if this PETSc has other scalars, or too short integers."""
+    module = petsc_module()
+    if np.dtype(dtype) != np.dtype(module.ScalarType):
+        expected = np.dtype(module.ScalarType).name
+        remedy = f"Convert {arrays}."
+        if np.dtype(dtype).kind == "c" != np.dtype(expected).kind:
+            remedy = "Take a PETSc for complex numbers, or GMRES(preconditioner=Jacobi())."
+        elif expected == "float64":
+            remedy = f'Convert {arrays}, with jax.config.update("jax_enable_x64", True).'
+        raise TypeError(
+            f"{name}: this PETSc solves in {expected}, got {np.dtype(dtype).name}. {remedy}"
+        )
+    if n_rows > np.iinfo(module.IntType).max:
+        raise ValueError(
+            f"{name}: {n_rows} rows are more than this PETSc can number. Build it with "
+            "--with-64-bit-indices."
+        )
+
+
+def assert_same_settings(comm: MPI.Intracomm, text: str, *flags: bool) -> np.ndarray:
+    """Return the flags that are true on any rank, or raise an error if the texts differ."""
+    digest = zlib.crc32(text.encode())
+    numbers = np.array([digest, -digest, *flags], float)
+    comm.Allreduce(MPI.IN_PLACE, numbers, MPI.MAX)
+    if numbers[0] != -numbers[1]:
+        texts = comm.allgather(text)
+        listed = "; ".join(f"rank {rank} has {each}" for rank, each in enumerate(texts))
+        raise ValueError(f"all ranks must solve with the same settings, but {listed}.")
+    return numbers[2:]
+
+
+def give_options(comm: MPI.Intracomm, prefix: str, options: list[tuple[str, str]]) -> None:
+    """Write options into PETSc's database, before its objects are made (collective)."""
+    module = petsc_module()
+    if hasattr(module, "garbage_cleanup"):  # of what is no longer used, on all ranks
+        module.garbage_cleanup(comm)
+    database = module.Options()
+    for name, value in options:
+        database.setValue(prefix + name, value or None)
+
+
+def make_matrix(
+    comm: MPI.Intracomm, size: tuple[int, int], csr: tuple[Any, Any, Any], prefix: str
+) -> Any:
+    """Make a Mat of this rank's rows. `size` is the number of local and of global rows."""
+    module = petsc_module()
+    matrix = module.Mat().create(comm)
+    matrix.setSizes((size, size))
+    matrix.setOptionsPrefix(prefix)
+    matrix.setType("aij")
+    matrix.setFromOptions()
+    matrix.setPreallocationCSR(csr)
+    matrix.assemble()
+    return matrix
+
+
+def csr_arrays(
+    row_starts: np.ndarray, columns: np.ndarray, order: np.ndarray | None, values: np.ndarray
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return the rows of a pattern with PETSc's integers, and their values in row order."""
+    integer = petsc_module().IntType
+    in_rows = values if order is None else values[order]
+    return row_starts.astype(integer), columns.astype(integer), np.ascontiguousarray(in_rows)
+
+
+def assert_options_read(prefix: str, options: list[tuple[str, str]]) -> None:
+    """Raise an error if PETSc has not read an option: its name is wrong."""
+    unread, flag, used = [], ctypes.c_int(0), petsc_function("PetscOptionsUsed")
+    for name, _ in options:
+        used(None, f"{prefix}{name}".encode(), ctypes.byref(flag))
+        if not flag.value:
+            unread.append(f"-{name}")
+    if unread:
+        raise ValueError(
+            f"PETSc did not read {', '.join(unread)}: with these options nothing has such a "
+            "setting. Check the names. Options of the whole program go to petsc4py.init."
+        )
 
 
 # ---- Solves by PETSc ----
@@ -126,22 +240,7 @@ def _pairs(options: str) -> list[tuple[str, str]]:
 
 def check(solver: LinearSolver, pattern: Pattern, dtype: Any) -> None:
     """Raise an error, the same on every rank, if PETSc cannot solve such a system."""
-    module = petsc_module()
-    if np.dtype(dtype) != np.dtype(module.ScalarType):
-        expected = np.dtype(module.ScalarType).name
-        remedy = "Convert the matrix and b."
-        if np.dtype(dtype).kind == "c" != np.dtype(expected).kind:
-            remedy = "Take a PETSc for complex numbers, or GMRES(preconditioner=Jacobi())."
-        elif expected == "float64":
-            remedy = 'Convert the matrix and b, with jax.config.update("jax_enable_x64", True).'
-        raise TypeError(
-            f"PETSc: this PETSc solves in {expected}, got {np.dtype(dtype).name}. {remedy}"
-        )
-    if pattern.n_rows > np.iinfo(module.IntType).max:
-        raise ValueError(
-            f"PETSc: {pattern.n_rows} rows are more than this PETSc can number. Build it with "
-            "--with-64-bit-indices."
-        )
+    check_build("PETSc", "the matrix and b", pattern.n_rows, dtype)
 
 
 def run(
@@ -254,7 +353,7 @@ class _System:
         self.order = None if pattern.is_ordered else pattern.order
         self.fields = pattern.fields
         assert isinstance(solver.options, str)
-        self.options, self.symmetric = _pairs(solver.options), solver.symmetric
+        self.options, self.symmetric = option_pairs(solver.options), solver.symmetric
         self.prefix = f"mpigrad_{next(_numbers)}_"
         self.setups = self.values_id = 0
         self.values: np.ndarray | None = None
@@ -280,16 +379,12 @@ class _System:
             values.view(bits), self.values.view(bits)
         )
         text = f"{request_text(solver)}, {solver!r}, {n} right-hand sides"
-        digest = zlib.crc32(text.encode())
-        numbers = np.array([digest, -digest, not is_kept, not np.isfinite(values).all()], float)
-        self.comm.Allreduce(MPI.IN_PLACE, numbers, MPI.MAX)
-        if numbers[0] != -numbers[1]:
-            texts = self.comm.allgather(text)
-            listed = "; ".join(f"rank {rank} has {each}" for rank, each in enumerate(texts))
-            raise ValueError(f"all ranks must solve with the same settings, but {listed}.")
-        if numbers[3]:
+        is_new, is_wrong = assert_same_settings(
+            self.comm, text, not is_kept, not np.isfinite(values).all()
+        )
+        if is_wrong:
             return Result.NOT_FINITE
-        if not numbers[2]:
+        if not is_new:
             return Result.SUCCESSFUL
         self.values, self.values_id = None, 0
         try:
@@ -308,31 +403,15 @@ class _System:
 
     def _set_values(self, values: np.ndarray) -> None:
         module = petsc_module()
-        in_rows = values if self.order is None else values[self.order]
-        csr = (
-            self.row_starts.astype(module.IntType),
-            self.columns.astype(module.IntType),
-            np.ascontiguousarray(in_rows),
-        )
+        csr = csr_arrays(self.row_starts, self.columns, self.order, values)
         if self.ksp is not None:
             self.matrix.zeroEntries()
             self.matrix.setValuesCSR(*csr)
             self.matrix.assemble()
             self.ksp.setOperators(self.matrix)
             return
-        if hasattr(module, "garbage_cleanup"):  # of what is no longer used, on all ranks
-            module.garbage_cleanup(self.comm)
-        database = module.Options()
-        for name, value in self.options:
-            database.setValue(self.prefix + name, value or None)
-        sizes = (self.n_local, self.n_rows)
-        self.matrix = module.Mat().create(self.comm)
-        self.matrix.setSizes((sizes, sizes))
-        self.matrix.setOptionsPrefix(self.prefix)
-        self.matrix.setType("aij")
-        self.matrix.setFromOptions()
-        self.matrix.setPreallocationCSR(csr)
-        self.matrix.assemble()
+        give_options(self.comm, self.prefix, self.options)
+        self.matrix = make_matrix(self.comm, (self.n_local, self.n_rows), csr, self.prefix)
         if self.symmetric:
             self.matrix.setOption(module.Mat.Option.SYMMETRIC, True)
             self.matrix.setOption(module.Mat.Option.SYMMETRY_ETERNAL, True)
@@ -430,7 +509,9 @@ class _System:
             self._between(rest, step, ksp.solveTranspose if transposed else ksp.solve)
             reason = int(ksp.getConvergedReason())
             steps += max(int(ksp.getIterationNumber()), 1)
-            self._refuse_unread_options()
+            if not self.unread_checked:
+                assert_options_read(self.prefix, self.options)
+                self.unread_checked = True
             trial = x + step
             left = b - self._product(trial, transposed=transposed)
             before, after = norm, self._norm(left)
@@ -468,22 +549,6 @@ class _System:
         if failed.value == _OUT_OF_MEMORY:
             text += ". MUMPS gets twice the memory by -mat_mumps_icntl_14 100"
         return text
-
-    def _refuse_unread_options(self) -> None:
-        """Raise an error if PETSc has read an option by no one: its name is wrong."""
-        if self.unread_checked:
-            return
-        unread, flag, used = [], ctypes.c_int(0), petsc_function("PetscOptionsUsed")
-        for name, _ in self.options:
-            used(None, f"{self.prefix}{name}".encode(), ctypes.byref(flag))
-            if not flag.value:
-                unread.append(f"-{name}")
-        if unread:
-            raise ValueError(
-                f"PETSc did not read {', '.join(unread)}: with these options nothing has such a "
-                "setting. Check the names. Options of the whole program go to petsc4py.init."
-            )
-        self.unread_checked = True
 
 
 _PC_FAILED, _OUT_OF_MEMORY = -11, 3  # of PETSc's enumerations
