@@ -23,6 +23,7 @@ from mpigrad.sparse.solvers.petsc import (
     assert_same_settings,
     check_build,
     csr_arrays,
+    delete_options,
     give_options,
     make_matrix,
     option_pairs,
@@ -182,8 +183,7 @@ class _Pairs(HostCall):
         assert isinstance(self.solver.options, str)
         options = option_pairs(self.solver.options)
         give_options(self.comm, prefix, options)
-        for name, _ in options:  # PETSc has room for 512
-            stack.callback(petsc_module().Options().delValue, prefix + name)
+        stack.callback(delete_options, prefix, options)
         free = np.frombuffer(self.free, bool) if self.free else np.ones(self.size[0], bool)
         matrices = [
             self._matrix(csr_arrays(*rows, entries), prefix, free, stack)

@@ -105,6 +105,22 @@ def test_products_and_merged(comm):
     assert mg.dot_test(of_both, *parts).error < 1e-12
 
 
+def test_residuals_are_scaled_by_the_diagonal(comm):
+    """Three steps of GMRES: the least scaled residual in the span of b, K b and K² b."""
+    system = Saddle(comm)
+    shift, weights = np.logspace(0, 4, ROWS), np.linspace(1, 2, BOUND)
+    K, D = system.blocks(*system.mine(shift, weights)), system.dense(shift, weights)
+    b = np.concatenate([system.free.all_b, system.bound.all_b])
+    found = solve(K, (system.free.b, system.bound.b), GMRES(max_steps=3), throw=False)
+    w = np.concatenate([np.diag(D)[:ROWS] ** -0.5, np.ones(BOUND)])
+    w[:ROWS] /= w[:ROWS].max()
+    span = np.stack([b, D @ b, D @ D @ b], axis=1)
+    span = np.linalg.qr(span)[0]
+    x = span @ np.linalg.lstsq(w[:, None] * (D @ span), w * b)[0]
+    close(found.value, (x[:ROWS][system.free.mine], x[ROWS:][system.bound.mine]), 1e-9)
+    close(found.stats["relative_residual"], np.linalg.norm(b - D @ x) / np.linalg.norm(b), 1e-9)
+
+
 @pytest.mark.cases("MINRES", "GMRES", "PETSc", reason="flexible: the page has it, in GMRES's loop")
 @pytest.mark.parametrize("name", SOLVERS)
 def test_derivatives_are_those_of_the_dense_solve(comm, name):

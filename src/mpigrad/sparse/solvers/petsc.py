@@ -7,6 +7,7 @@ import dataclasses
 import itertools
 import re
 import shlex
+import weakref
 import zlib
 from collections.abc import Mapping
 from typing import Any, ClassVar, Literal, final
@@ -30,6 +31,7 @@ __all__ = [
     "check",
     "check_build",
     "csr_arrays",
+    "delete_options",
     "give_options",
     "make_matrix",
     "option_pairs",
@@ -197,6 +199,13 @@ def give_options(comm: MPI.Intracomm, prefix: str, options: list[tuple[str, str]
         database.setValue(prefix + name, value or None)
 
 
+def delete_options(prefix: str, options: list[tuple[str, str]]) -> None:
+    """Remove options from PETSc's database, where they are."""
+    database = petsc_module().Options()
+    for name, _ in options:
+        database.delValue(prefix + name)
+
+
 def make_matrix(
     comm: MPI.Intracomm, size: tuple[int, int], csr: tuple[Any, Any, Any], prefix: str
 ) -> Any:
@@ -359,6 +368,8 @@ class _System:
         self.values: np.ndarray | None = None
         self.ksp: Any = None
         self.unread_checked, self.failure = False, ""
+        # PETSc has room for 512 options.
+        weakref.finalize(self, delete_options, self.prefix, self.options).atexit = False
 
     def has_factors_of(self, values_id: np.ndarray) -> bool:
         """Return whether the kept matrix has these values, and is factorized."""
