@@ -151,21 +151,28 @@ def solve_operator(
     a = carrier()
     probe = noise(comm.rank << 20, flat.shape[0], flat.dtype, 2654435761)
     forward, residuals, value = linearized(flattened(operator.function, "the operator"), probe, a)
-    # Only for the check of linearity: inactive on every rank.
-    residuals_now = jax.lax.stop_gradient(residuals)
-    product = forward(residuals_now, probe)
-    # Also at -v: |v| equals its derivative times v.
-    opposite = flattened(operator.function, "the operator")(-probe)
-    difference = jnp.stack([value - product, opposite + product])
-    size = largest(product)
-    difference, product = (
-        scaled(jax.lax.stop_gradient(v), -jnp.frexp(size)[1]) for v in (difference, product)
-    )
-    defect = jnp.stack([*(jnp.vdot(v, v).real for v in (difference, product)), size])
+    weights, prepares = jnp.zeros(0, flat.dtype), False
+    if isinstance(operator, BlockOperator):  # linear
+        weights, prepares = _like(operator.weights, b, "weights"), operator.prepares
+        size = largest(value)
+        defect = jnp.stack([0 * size, 0 * size, size])
+    else:
+        # Only for the check of linearity: inactive on every rank.
+        residuals_now = jax.lax.stop_gradient(residuals)
+        product = forward(residuals_now, probe)
+        # Also at -v: |v| equals its derivative times v.
+        opposite = flattened(operator.function, "the operator")(-probe)
+        difference = jnp.stack([value - product, opposite + product])
+        size = largest(product)
+        difference, product = (
+            scaled(jax.lax.stop_gradient(v), -jnp.frexp(size)[1]) for v in (difference, product)
+        )
+        defect = jnp.stack([*(jnp.vdot(v, v).real for v in (difference, product)), size])
     inverse, inverse_residuals = None, []
     if operator.inverse is not None:
         function = flattened(operator.inverse, "inverse")
-        inverse, inverse_residuals, _ = linearized(function, probe, a)
+        # Libraries return at once for zeros.
+        inverse, inverse_residuals, _ = linearized(function, 0 * probe, a)
     space, null, null_check = None, without_nullspace(flat.dtype), ""
     if nullspace is not None:
         space, null_check = as_nullspace(nullspace, solver), "consistent"
@@ -174,13 +181,10 @@ def solve_operator(
         )
         if space.project:
             flat, null_check = projected(null[-1:], flat[None], comm)[0], "project"
-    weights, prepares = jnp.zeros(0, defect.dtype), False
-    if isinstance(operator, BlockOperator):
-        weights, prepares = _like(operator.weights, b, "weights"), operator.prepares
     x, info, vectors = operator_solve_p.bind(
         *residuals,
         *inverse_residuals,
-        defect,
+        jax.lax.stop_gradient(defect),
         jax.lax.stop_gradient(weights),
         flat,
         first,
