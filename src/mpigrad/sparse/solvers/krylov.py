@@ -533,10 +533,11 @@ def gmres(s: LinearSystem, restart: int, *, flexible: bool = False) -> Outcome:
         directions = _with_row(i.directions, row, z) if flexible else i.directions
         basis = _with_row(i.basis, jnp.where(i.fresh, 0, j + 1), w)
 
-        # A fresh cycle: its residual is w, of this norm.
+        # A fresh cycle: its residual is w, of this norm, which must fall from cycle to cycle.
+        last = jnp.where(norm**2 < _PROGRESS * i.scale**2, jnp.inf, 0)
         start = _GMRESIterate(
             x, w, basis, directions, identity[:m, :m], identity, norm, rr, jnp.zeros_like(j),
-            jnp.zeros_like(i.fresh), i.steps, s.verdict(rr, goal, i.rr, i.steps),
+            jnp.zeros_like(i.fresh), i.steps, s.verdict(rr, goal, last, i.steps),
         )  # fmt: skip
 
         # One more column: rotate its last two entries into one.
@@ -552,7 +553,9 @@ def gmres(s: LinearSystem, restart: int, *, flexible: bool = False) -> Outcome:
         triangle = i.triangle.at[:, j].set(column[:m])
         reduced = jnp.abs(rotation[j + 1, 0]) ** 2  # the square of what is left of the residual
         steps = i.steps + 1
-        full = (j + 1 == m) | (reduced * i.rr <= goal) | (steps >= s.max_steps)
+        # Another cycle, because the two-norm was still too large, goes further.
+        aim = goal if weights is None else jnp.where(i.steps == j, goal, goal / 4)
+        full = (j + 1 == m) | (reduced * i.rr <= aim) | (steps >= s.max_steps)
         full |= (
             norm <= jnp.finfo(real).eps * radius
         )  # an invariant subspace: x solves, if any vector does
