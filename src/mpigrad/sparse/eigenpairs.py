@@ -119,9 +119,9 @@ def eigh(
     max_steps
         The largest number of steps. Solves for derivatives take ten times as many.
     solver
-        `SLEPc(options)` computes the pairs by a method of SLEPc, and one more pair than k. They are
-        made orthonormal and checked here, and derivatives stay the same. Then `preconditioner` is
-        for derivatives only. Default: LOBPCG.
+        `SLEPc(options)` computes k + 1 pairs by a method of SLEPc. They are made orthonormal and
+        checked here, and derivatives stay the same. Then `preconditioner` is for derivatives only,
+        but must fit the matrix in any case. Default: LOBPCG.
     throw
         Raise an error on every rank if the method fails. With `throw=False`, look at
         `Solution.result`.

@@ -36,6 +36,8 @@ _ARGUMENTS = {
     "eps_nev": "k=",
     "eps_tol": "rtol=",
     "eps_max_it": "max_steps=",
+    "eps_all": "k=",
+    "eps_interval": "which=",
     "eps_target": "shift=, with the other sign,",
     "st_shift": "shift=, with the other sign,",
     **{
@@ -52,7 +54,7 @@ class SLEPc:
     """Any EPS and ST of SLEPc for `eigh`, by SLEPc's own options. It needs slepc4py.
 
     (Hernandez, Roman & Vidal, ACM Trans. Math. Softw. 31, 2005.) Krylov-Schur with shift-and-invert
-    by a factorization, Jacobi-Davidson, and all else that the SLEPc of this site was built with.
+    by a factorization, Jacobi-Davidson, and all other methods that the site's SLEPc has.
 
     Attributes
     ----------

@@ -403,7 +403,7 @@ def _differentiate(
             )
             dx, *_ = operator_solve_p.bind(
                 *at_x, *nothing, forward=forward, inverse=None, counts=(len(at_x), 0),
-                solver=problem.solver, null_check="", prepares=False, throw=True,
+                solver=problem.solver, null_check="", prepares=False, fields=(), throw=True,
                 site=params["site"], comm=problem.comm,
             )  # fmt: skip
         return [dx, None]

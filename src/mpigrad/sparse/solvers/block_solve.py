@@ -9,10 +9,7 @@ from typing import Any, NoReturn
 
 import jax
 import jax.numpy as jnp
-from mpi4py import MPI
 
-from mpigrad.communicator import Communicator
-from mpigrad.operations import allreduce
 from mpigrad.solution import Solution
 from mpigrad.sparse.matrix.blocks import Blocks
 from mpigrad.sparse.matrix.matrix import Matrix
@@ -281,13 +278,14 @@ def solve_blocks(
         first = None if x0 is None else A.joined(x0)
         end = solve(A.merged(), flat, solver, first, nullspace=space, throw=throw)
         return dataclasses.replace(end, value=A.split(end.value))
-    matrix, inverse, prepares = A.merged(), None, True
+    matrix, inverse, weights, prepares = A.merged(), None, (), True
     preconditioner = solver.preconditioner
     if isinstance(preconditioner, _OfBlocks):
         assert isinstance(solver, Krylov)
         preconditioner.check(A, solver)
         inverse = preconditioner.of(jax.lax.stop_gradient(A), solve)
         prepares = all(_sends_everywhere(inner) for inner in preconditioner.solvers)
+        weights = _weights(jax.lax.stop_gradient(A)) if isinstance(solver, GMRES) else ()
         solver = dataclasses.replace(solver, preconditioner=None)
     elif isinstance(preconditioner, Preconditioner):
         raise TypeError(
@@ -296,28 +294,20 @@ def solve_blocks(
         )
     comm = matrix.pattern.comm
     operator = BlockOperator(
-        lambda x: A.split(matrix @ A.joined(x)), inverse, comm, _weights(A, fields, comm), prepares
+        lambda x: A.split(matrix @ A.joined(x)), inverse, comm, weights, prepares
     )
     space = nullspace and _mapped(nullspace, lambda v: A.split(A.joined(v)))
     return solve(operator, fields, solver, x0, nullspace=space, throw=throw)
 
 
-def _weights(A: Blocks, b: Any, comm: Communicator) -> tuple[jax.Array, ...]:
-    """Return 1 / sqrt(d) of each row, at most 1 in each field.
-
-    d is the diagonal, or that of the Schur complement.
-    """
-    found = []
-    for k, (row, rhs) in enumerate(zip(A.blocks, b, strict=True)):
+def _weights(A: Blocks) -> tuple[jax.Array, ...]:
+    """Return 1 / sqrt of each entry of the diagonal, with that of the Schur complement, or 0."""
+    weights = []
+    for k, (row, n) in enumerate(zip(A.blocks, A.local_sizes, strict=True)):
         block = A.schur if k == len(A.blocks) - 1 and A.schur is not None else row[k]
-        d = jnp.zeros(rhs.shape) if block is None else jnp.abs(block.diagonal())
-        found.append(jnp.where(d > 0, jax.lax.rsqrt(jnp.where(d > 0, d, 1)), 0))
-    most = jnp.stack([jnp.max(w, initial=0) for w in found])
-    most = allreduce(jax.lax.stop_gradient(most), MPI.MAX, comm=comm)
-    return tuple(
-        jnp.where(w > 0, jax.lax.stop_gradient(w) / m, 1).astype(rhs.dtype)
-        for w, m, rhs in zip(found, most, b, strict=True)
-    )
+        d = jnp.zeros(n) if block is None else jnp.abs(block.diagonal())
+        weights.append(jnp.where(d > 0, jax.lax.rsqrt(jnp.where(d > 0, d, 1)), 0))
+    return tuple(weights)
 
 
 def _mapped(space: Any, function: Callable[[Any], Any]) -> NullSpace:

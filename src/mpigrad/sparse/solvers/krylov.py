@@ -89,7 +89,7 @@ class LinearSystem:
     wrong: Any = False  # True if some input of this rank is not finite
     negative: Any = False  # True if some input of this rank shows that A is not positive definite
     scale: Any = 1.0  # 1 / sqrt(diagonal of A), if it is known
-    # Positive numbers w, like b. GMRES minimises |w (b - A x)| then. None: ones.
+    # Positive real numbers w, shape (n_local,). GMRES minimises |w (b - A x)| then. None: ones.
     weights: Any = None
     # |f(v) - A v|^2 and |A v|^2 for a vector v on this rank, if A is the linearization of f.
     defect: Any = (0.0, 0.0)
@@ -486,12 +486,11 @@ class _GMRESIterate(NamedTuple):
 def gmres(s: LinearSystem, restart: int, *, flexible: bool = False) -> Outcome:
     """Solve with any A by minimal residuals (Saad & Schultz, SIAM J. Sci. Stat. Comput. 7, 1986).
 
-    The preconditioner is on the right, so that |b - A x| itself is minimised. Each cycle starts
-    from the true residual, which also decides if the solve has converged. The flexible method
-    (Saad, SIAM J. Sci. Comput. 14, 1993) keeps all preconditioned vectors.
-
-    With `LinearSystem.weights` w the norm |w (b - A x)| is minimised. Rounding errors of a stiff
-    part, whose rows are large, disturb the basis less then. The true residual still decides.
+    The preconditioner is on the right, so that |b - A x| is minimised, or with
+    `LinearSystem.weights` w the norm |w (b - A x)|: rounding errors of a stiff part, whose rows are
+    large, disturb the basis less then. Each cycle starts from the true residual, and its two-norm
+    decides if the solve has converged. The flexible method (Saad, SIAM J. Sci. Comput. 14, 1993)
+    keeps all preconditioned vectors.
     """
     m, n, dtype = min(restart, s.max_steps), s.b.shape[0], s.b.dtype
     size, goal, state, _ = s.begin()

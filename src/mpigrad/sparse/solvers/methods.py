@@ -385,7 +385,9 @@ class MINRES(Krylov):
 class GMRES(Krylov):
     """Generalised minimal residuals, restarted, preconditioned from the right, for any matrix.
 
-    (Saad, Schultz 1986.) It needs `restart` vectors of memory, twice as many if it is flexible.
+    (Saad, Schultz 1986.) It needs `restart` vectors of memory, twice as many if it is flexible. For
+    `Blocks` with a preconditioner it minimises the residual in a norm that is scaled by the
+    diagonal, until |b - A x| <= rtol |b| in the two-norm.
 
     Attributes
     ----------

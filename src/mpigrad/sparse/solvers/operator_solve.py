@@ -112,13 +112,14 @@ class BlockOperator(Operator):
     Attributes
     ----------
     weights
-        `LinearSystem.weights`, like `b`.
+        For each field 1 / sqrt of the size of each row, or 0 where it is not known. () if the
+        method needs none. They are scaled to `LinearSystem.weights`.
     prepares
         True if the inverse sends its messages on all ranks, and not on some of them. Then its
         transpose is prepared before the iterations (`_Map.prepared_transpose`).
     """
 
-    weights: Any = None
+    weights: tuple[jax.Array, ...] = ()
     prepares: bool = False
 
 
@@ -151,9 +152,9 @@ def solve_operator(
     a = carrier()
     probe = noise(comm.rank << 20, flat.shape[0], flat.dtype, 2654435761)
     forward, residuals, value = linearized(flattened(operator.function, "the operator"), probe, a)
-    weights, prepares = jnp.zeros(0, flat.dtype), False
+    weights, prepares = (), False
     if isinstance(operator, BlockOperator):  # linear
-        weights, prepares = _like(operator.weights, b, "weights"), operator.prepares
+        weights, prepares = operator.weights, operator.prepares
         size = largest(value)
         defect = jnp.stack([0 * size, 0 * size, size])
     else:
@@ -171,8 +172,8 @@ def solve_operator(
     inverse, inverse_residuals = None, []
     if operator.inverse is not None:
         function = flattened(operator.inverse, "inverse")
-        # Libraries return at once for zeros.
-        inverse, inverse_residuals, _ = linearized(function, 0 * probe, a)
+        at = 0 * probe if prepares else probe  # a library returns at once for zeros
+        inverse, inverse_residuals, _ = linearized(function, at, a)
     space, null, null_check = None, without_nullspace(flat.dtype), ""
     if nullspace is not None:
         space, null_check = as_nullspace(nullspace, solver), "consistent"
@@ -181,11 +182,13 @@ def solve_operator(
         )
         if space.project:
             flat, null_check = projected(null[-1:], flat[None], comm)[0], "project"
+    real = jnp.finfo(flat.dtype).dtype
+    flat_weights = jnp.concatenate([jnp.zeros(0, real), *(w.astype(real) for w in weights)])
     x, info, vectors = operator_solve_p.bind(
         *residuals,
         *inverse_residuals,
         jax.lax.stop_gradient(defect),
-        jax.lax.stop_gradient(weights),
+        jax.lax.stop_gradient(flat_weights),
         flat,
         first,
         jax.lax.stop_gradient(null),
@@ -196,6 +199,7 @@ def solve_operator(
         solver=solver,
         null_check=null_check,
         prepares=prepares,
+        fields=tuple(w.size for w in weights),
         throw=bool(throw),
         site=call_site(),
         comm=comm,
@@ -321,8 +325,8 @@ def linearized(
 
 # ---- the primitive: (residuals..., defect, weights, b, x0, null, carrier) -> x, info, vectors. The
 # defect has |f(v) - A v|^2 and |A v|^2 for A v scaled to about 1, and the size of A v. The weights
-# are those of `LinearSystem`, or none, shape (0,). x0 may also be the vectors of guesses, shape
-# (2 k, n). Then `vectors` are those for the next solve. Otherwise k = 0. `null` is one of
+# are those of `BlockOperator`, one field after the other. x0 may also be the vectors of guesses,
+# shape (2 k, n). Then `vectors` are those for the next solve. Otherwise k = 0. `null` is one of
 # `solve_p`, without its first axis ----
 
 
@@ -352,6 +356,7 @@ def _run(
     solver: LinearSolver,
     null_check: str,
     prepares: bool,
+    fields: tuple[int, ...],
     throw: bool,
     site: int,
     comm: Communicator,
@@ -369,7 +374,8 @@ def _run(
         if singular:
             b = into_range(null[-1:], b[None], comm)[0]
         right_hand_side = b
-        size, up, heaviest = normalizing([defect[2], largest(b), largest(weights)], comm)
+        parts = jnp.split(weights, np.cumsum(fields)[:-1]) if fields else []
+        size, up, *steps = normalizing([defect[2], largest(b), *map(largest, parts)], comm)
         # A method of the user may have parameters that fit the operator.
         operator = size if solver.judges_residual else jnp.zeros_like(size)
         down = operator - up
@@ -395,7 +401,7 @@ def _run(
             max_steps=solver.max_steps,
             comm=comm,
             first=comm.rank << 20,
-            weights=scaled(weights, heaviest) if weights.size else None,
+            weights=_relative(parts, steps) if parts else None,
             # This rank has scaled them by itself.
             defect=scaled(defect[:2], 2 * (size + jnp.frexp(defect[2])[1])),
         )
@@ -409,6 +415,17 @@ def _run(
         if faults is not None:
             x, info = mark_faults(x, info, faults)
     return x, info, next_vectors(vectors, x, right_hand_side, info[0]) if len(vectors) else vectors
+
+
+def _relative(weights: Sequence[jax.Array], exponents: Sequence[jax.Array]) -> jax.Array:
+    """Return the weights of all fields, about 1 for the smallest rows of each field."""
+    least = float(jnp.finfo(weights[0].dtype).eps) ** 0.25  # one tiny row is not all that counts
+    return jnp.concatenate(
+        [
+            jnp.where(w > 0, jnp.maximum(scaled(w, e), least), 1)
+            for w, e in zip(weights, exponents, strict=True)
+        ]
+    )
 
 
 def _differentiate(

@@ -158,13 +158,15 @@ def option_pairs(
 
 
 def check_build(name: str, arrays: str, n_rows: int, dtype: Any) -> None:
-    """Raise an error if this PETSc has other scalars, or too short integers."""
+    """Raise an error if this PETSc has other scalars, or integers that are too short."""
     module = petsc_module()
     if np.dtype(dtype) != np.dtype(module.ScalarType):
         expected = np.dtype(module.ScalarType).name
         remedy = f"Convert {arrays}."
         if np.dtype(dtype).kind == "c" != np.dtype(expected).kind:
             remedy = "Take a PETSc for complex numbers, or GMRES(preconditioner=Jacobi())."
+        elif name == "SLEPc" and np.dtype(expected).kind == "c":
+            remedy = "Take a SLEPc for real numbers."
         elif expected == "float64":
             remedy = f'Convert {arrays}, with jax.config.update("jax_enable_x64", True).'
         raise TypeError(
