@@ -41,12 +41,12 @@ class SolCx:
         ends = ((0.0, self.x_c), (self.x_c, 1.0))[side]
 
         def derivative(n):
-            found = [-m * k / eta / (m**2 + k**2) ** 2 * m**n * np.sin(m * x + n * np.pi / 2)]
+            values = [-m * k / eta / (m**2 + k**2) ** 2 * m**n * np.sin(m * x + n * np.pi / 2)]
             for rate, end in zip((-k, k), ends, strict=True):
                 t = x - end
                 decay = rate**n * np.exp(rate * t)
-                found += [decay, (t + n / rate) * decay]
-            return np.stack(found)
+                values += [decay, (t + n / rate) * decay]
+            return np.stack(values)
 
         U, U1, U2, U3 = (derivative(n) for n in range(4))
         P = eta * (U3 - k**2 * U1) / k**2
