@@ -77,6 +77,17 @@ def test_equal_values_are_complete(comm, options):
     close(solution.stats["next_value"], expected[4], 1e-10)
     group = mg.grad(lambda v: jnp.sum(pairs(v, 3).value.values[1:]) / comm.size)(A.values)
     close(mg.allreduce(jnp.sum(group * A.values), comm=comm), expected[1:3].sum(), 1e-8)
+    # Derivatives of the projector to complete groups, which has no choice of vectors.
+    c = jnp.cos(A.pattern.offset + jnp.arange(A.pattern.n_local))
+
+    def projected(p):
+        d = jnp.exp(p)
+        vectors = pairs(A.scale_rows(d).scale_columns(d).values, 3).value.vectors
+        return vectors @ mg.allreduce(c @ vectors, comm=comm)
+
+    mg.dot_test(mg.jit(projected), 0 * c, rtol=1e-7, comm=comm)
+    loss = mg.jit(lambda p: jnp.sum(projected(p) ** 2))
+    assert min(mg.taylor_test(loss, 0 * c, step=1e-2, halvings=2, comm=comm).rates_with) > 1.9
     with pytest.raises(jax.errors.JaxRuntimeError, match="Take k larger or smaller"):
         mg.grad(lambda v: pairs(v, 2).value.values[1])(A.values)
 
